@@ -1,0 +1,28 @@
+"""iris: declarative SPMD programs for PyTorch.
+
+Decorate a function over sharded tensors with ``@iris.spmd``; it is traced into a small dataflow graph, fused into stages
+that compute and communicate at once, and replayed. ``iris.iris()`` gives the symmetric heap underneath.
+"""
+
+from iris.runtime import interpreter as _interpreter
+
+_interpreter.choose()  # before anything imports triton
+
+from iris.config import knobs as knobs  # noqa: E402
+from iris.errors import (  # noqa: E402
+    CollectiveMismatchError as CollectiveMismatchError,
+    ConfigError as ConfigError,
+    GraphError as GraphError,
+    HeapExhaustedError as HeapExhaustedError,
+    IrisError as IrisError,
+    LaunchError as LaunchError,
+    PeerError as PeerError,
+    SpecError as SpecError,
+    TimeoutError as TimeoutError,
+    TraceError as TraceError,
+    TypeRuleError as TypeRuleError,
+    UnsupportedError as UnsupportedError,
+)
+from iris.runtime.context import Iris as Iris, current as current, iris as iris  # noqa: E402
+from iris.runtime.launch import launch as launch  # noqa: E402
+__version__ = "0.1.0"

@@ -1,0 +1,52 @@
+"""Times of work captured in CUDA graphs, the slowest rank counted."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Time:
+    """Microseconds a call: median over replays on the slowest rank, and the spread (10th to 90th percentile) there."""
+
+    median: float
+    low: float
+    high: float
+
+
+def capture(call: Callable[[], object], inner: int) -> torch.cuda.CUDAGraph:
+    """``inner`` calls in one graph, after two outside."""
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        for _ in range(inner):
+            call()
+    dist.barrier()
+    return graph
+
+
+def time_graph(call: Callable[[], object], *, inner: int = 6, replays: int = 15) -> Time:
+    """Time ``call``. Collective: all ranks time the same thing together."""
+    graph = capture(call, inner)
+    graph.replay()
+    torch.cuda.synchronize()
+    dist.barrier()
+    times = []
+    for _ in range(replays):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop) / inner * 1e3)
+    deciles = statistics.quantiles(times, n=10)
+    mine = Time(statistics.median(times), deciles[0], deciles[-1])
+    every: list[Time | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return max((time for time in every if time is not None), key=lambda time: time.median)

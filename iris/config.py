@@ -1,0 +1,150 @@
+"""Every ``IRIS_*`` environment variable, declared once.
+
+``config.timeout()`` reads the environment each time it is called, so a test or a notebook may
+change a knob while it runs. ``knobs()`` lists them all (the documentation is made from it).
+"""
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from iris.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Knob(Generic[T]):
+    """One environment variable: its name, how its text is read, and what it means.
+
+    ``allowed`` says in words which values are good; ``parse`` raises ``ValueError`` on any other.
+    ``in_cache_key`` is true where a program compiled under one value must not be used under
+    another.
+    """
+
+    name: str
+    parse: Callable[[str], T]
+    default: Callable[[], T]
+    allowed: str
+    doc: str
+    in_cache_key: bool = False
+
+    def __call__(self) -> T:
+        """Return the value in force now. Raises ``ConfigError`` that lists the allowed values."""
+        text = os.environ.get(self.name, "").strip()
+        return self.parse_text(text) if text else self.default()
+
+    def parse_text(self, text: str) -> T:
+        """Return the value that ``text`` stands for, or raise ``ConfigError``."""
+        try:
+            return self.parse(text)
+        except ValueError:
+            raise ConfigError(
+                f"{self.name}={text!r} is not allowed", help=f"set it to {self.allowed}"
+            ) from None
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(text)
+    return value
+
+
+def _one_of(*names: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in names:
+            raise ValueError(text)
+        return text
+
+    return parse
+
+
+def _choice(name: str, names: tuple[str, ...], doc: str, in_cache_key: bool = False) -> Knob[str]:
+    """Return a knob that takes one of ``names``; the first is the default."""
+    allowed = "one of: " + ", ".join(names)
+    return Knob(name, _one_of(*names), lambda: names[0], allowed, doc, in_cache_key)
+
+
+def _flag(text: str) -> bool:
+    return _one_of("0", "1")(text) == "1"
+
+
+LOG_TOPICS = ("cache", "heap", "launch", "passes", "plan", "trace")
+
+
+def _topics(text: str) -> frozenset[str]:
+    topics = frozenset(part.strip() for part in text.split(",") if part.strip())
+    if not topics <= set(LOG_TOPICS):
+        raise ValueError(text)
+    return topics
+
+
+def _directory(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+def _default_cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "iris"
+
+
+timeout = Knob(
+    "IRIS_TIMEOUT",
+    _seconds,
+    lambda: 60.0,
+    "a number of seconds above 0",
+    "Longest time a rank waits for its peers, in seconds.",
+)
+allocator = _choice(
+    "IRIS_ALLOCATOR",
+    ("torch", "vmem", "symm_mem"),
+    "What the symmetric heap is made of; overrides the allocator_type argument.",
+)
+device = _choice(
+    "IRIS_DEVICE", ("auto", "cpu", "cuda"), "Where ranks put their heap.", in_cache_key=True
+)
+lowering = _choice(
+    "IRIS_LOWERING",
+    ("auto", "torch", "triton"),
+    "How stages run: as torch ops over the heap, or as Triton kernels.",
+    in_cache_key=True,
+)
+log: Knob[frozenset[str]] = Knob(
+    "IRIS_LOG",
+    _topics,
+    frozenset,
+    "a comma list out of: " + ", ".join(LOG_TOPICS),
+    "Topics to log at debug level.",
+)
+dump: Knob[Path | None] = Knob(
+    "IRIS_DUMP",
+    _directory,
+    lambda: None,
+    "a folder",
+    "Folder that receives every graph, plan and generated kernel.",
+)
+check = Knob(
+    "IRIS_CHECK",
+    _flag,
+    lambda: False,
+    "0 or 1",
+    "1 puts guard words behind every heap block and looks at them in barriers (slow).",
+    in_cache_key=True,
+)
+cache_dir = Knob(
+    "IRIS_CACHE_DIR",
+    _directory,
+    _default_cache,
+    "a folder",
+    "Folder for generated kernels and tuning results; made with mode 0700.",
+)
+
+
+def knobs() -> tuple[Knob[object], ...]:
+    """Return every knob, by name."""
+    found = [value for value in globals().values() if isinstance(value, Knob)]
+    return tuple(sorted(found, key=lambda knob: knob.name))

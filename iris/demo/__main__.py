@@ -1,0 +1,159 @@
+"""``python -m iris.demo``: the feed-forward block of SmolLM2-135M, run tensor-parallel."""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import cycle, islice
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import iris
+from iris.demo import block
+from iris.demo.model import SmolLM2
+from iris.errors import IrisError
+
+PROMPT = "Four ranks walk into a matrix product. Each of them holds a quarter of the answer."
+LAYER = 0
+CALLS = 3
+MAX_RANKS = 64
+MAX_TOKENS = 8192
+# Ranks sum in another order than one product does: a few float32 roundings of the largest value.
+TOLERANCE = 2e-5
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo. Return 0 if the ranks agree with one rank, 1 if not or if they failed."""
+    options = _parser().parse_args(argv)
+    console = Console(highlight=False)
+    try:
+        arguments = _read(console, options.prompt, options.tokens)
+        with _step(console, f"{options.ranks} ranks: trace, plan, {CALLS} calls"):
+            reports = iris.launch(
+                block.run,
+                options.ranks,
+                arguments,
+                heap_size=_heap_size(arguments),
+                calls=CALLS,
+                env=_environment(options),
+            )
+    except IrisError as error:
+        console.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}")
+        return 1
+    _show(console, reports)
+    return 0 if _compare(console, arguments, reports) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m iris.demo",
+        description="Run the feed-forward block of SmolLM2-135M tensor-parallel over local ranks.",
+    )
+    parser.add_argument("--ranks", type=_count(MAX_RANKS), default=4, help="rank processes")
+    parser.add_argument("--tokens", type=_count(MAX_TOKENS), default=128, help="rows of x")
+    parser.add_argument("--prompt", type=_text, default=PROMPT, help="repeated to fill the tokens")
+    parser.add_argument("--lowering", choices=("torch", "triton"), help="default: by device")
+    parser.add_argument("--device", type=_device, default="auto", metavar="{cpu,cuda,auto}")
+    return parser
+
+
+def _count(most: int):  # type: ignore[no-untyped-def]  # a converter for argparse
+    def convert(text: str) -> int:
+        if not (text.isdecimal() and 1 <= int(text) <= most):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {most}")
+        return int(text)
+
+    return convert
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("the prompt is empty: give at least one character")
+    return text
+
+
+def _device(text: str) -> str:
+    allowed = ("cpu", "auto") if not torch.cuda.is_available() else ("cpu", "cuda", "auto")
+    if text not in allowed:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(allowed)} here")
+    return text
+
+
+def _environment(options: argparse.Namespace) -> dict[str, str]:
+    """What the ranks' environment adds to this one's."""
+    environment = {}
+    if options.lowering is not None:
+        environment["IRIS_LOWERING"] = options.lowering
+    if options.device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
+
+
+def _read(console: Console, prompt: str, tokens: int) -> dict[str, torch.Tensor]:
+    """Return the global arguments of the block: the normalised prompt and three weights."""
+    with _step(console, "read SmolLM2-135M"):
+        model = SmolLM2.open()
+        words = model.tokenizer.encode(prompt)
+        ids = list(islice(cycle(words), tokens))
+        weights = model.feed_forward(LAYER)
+        x = model.normalise(model.embed(ids), weights.norm)
+    pieces = "·".join(model.tokenizer.decode([index]) for index in words)
+    console.print(f"  prompt: {escape(pieces)}")
+    console.print(f"  {len(words)} tokens, repeated or cut to {tokens}; x is {tokens}x{x.shape[1]}")
+    return {"x": x, "w_gate": weights.gate, "w_up": weights.up, "w_down": weights.down}
+
+
+def _heap_size(arguments: dict[str, torch.Tensor]) -> int:
+    """Room for the gathered x and the summed output of every rank, several times over."""
+    return max(1 << 24, 16 * arguments["x"].nbytes)
+
+
+@contextmanager
+def _step(console: Console, name: str) -> Iterator[None]:
+    """Show that ``name`` is going on, then how long it took."""
+    start = time.perf_counter()
+    with console.status(f"{name} …"):
+        yield
+    console.print(f"[green]✓[/] {name} [dim]{time.perf_counter() - start:.1f} s[/]")
+
+
+def _show(console: Console, reports: list[block.RankReport]) -> None:
+    """Print the graph, the stages, and what each rank holds."""
+    for title, text in (("graph", reports[0].graph), ("stages", reports[0].stages)):
+        console.rule(title, align="left")
+        console.print(text, markup=False, soft_wrap=True)
+    console.rule("ranks", align="left")
+    table = Table("rank", "device", *block.SPLIT_DIMS, "heap used", "first call", "last call")
+    for report in reports:
+        table.add_row(
+            str(report.rank),
+            report.device,
+            *("x".join(map(str, shape)) for shape in report.shards.values()),
+            f"{report.heap_used / 2**20:.1f} of {report.heap_size / 2**20:.0f} MiB",
+            f"{report.seconds[0] * 1e3:.1f} ms",
+            f"{report.seconds[-1] * 1e3:.1f} ms",
+        )
+    console.print(table)
+
+
+def _compare(
+    console: Console, arguments: dict[str, torch.Tensor], reports: list[block.RankReport]
+) -> bool:
+    """Print the largest difference from the block on one rank; return whether it is small."""
+    expected = block.one_rank(**arguments)
+    output = torch.cat([report.output for report in reports])
+    difference = (output - expected).abs().max().item()
+    allowed = TOLERANCE * expected.abs().max().item()
+    good = difference <= allowed  # false for NaN
+    verdict = "[bold green]agrees with" if good else "[bold red]differs from"
+    numbers = f"largest difference {difference:.1e}, allowed {allowed:.1e}"
+    console.print(f"{verdict} one rank[/]: {numbers}")
+    return good
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What runs inside Triton kernels: memory operations on peers, signals, waits, barriers."""

@@ -1,0 +1,236 @@
+"""Atomic operations on the memory of any rank, for use inside ``@triton.jit`` kernels.
+
+    old = iris.atomic_add(counter, 1, rank, peer, heap_bases)
+
+``from_rank`` is the calling rank, ``to_rank`` the one whose memory changes. ``sem`` is "acq_rel"
+(default), "acquire", "release" or "relaxed"; ``scope`` is "sys" (default: peers look at what
+changes), "gpu" or "cta". All return the old value.
+
+    add, sub                 int32 int64 uint32 uint64 float16 float32 float64, and bfloat16 on GPUs
+    min, max                 int32 int64 uint32 uint64 float32
+    and, or, xor             int32 int64 uint32 uint64
+    xchg, cas                all of these of 32 and 64 bits
+
+Any other dtype is refused at compile time.
+"""
+
+import triton.language as tl
+
+from iris.device.ops import translate
+from iris.device.target import INTERPRETED, SYSTEM, device_function
+
+
+@device_function
+def atomic_add(
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = None,
+    scope: tl.constexpr = SYSTEM,
+    hint: tl.constexpr = None,
+):
+    """Add ``val`` to what ``to_rank`` has at ``pointer``."""
+    ELEMENT: tl.constexpr = pointer.dtype.element_ty
+    tl.static_assert(
+        ELEMENT.primitive_bitwidth >= 32 or ELEMENT.is_floating(),
+        "atomic_add takes int32, int64, uint32, uint64, float16, bfloat16, float32 or float64",
+    )
+    tl.static_assert(
+        not (INTERPRETED and ELEMENT.is_bf16()),
+        "atomic_add: Triton's interpreter has no bfloat16 add; use float32 on CPU ranks",
+    )
+    target = translate(pointer, heap_bases, from_rank, to_rank, hint)
+    return tl.atomic_add(target, val, mask=mask, sem=sem, scope=scope)
+
+
+@device_function
+def atomic_sub(
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = None,
+    scope: tl.constexpr = SYSTEM,
+    hint: tl.constexpr = None,
+):
+    """Subtract ``val`` from what ``to_rank`` has at ``pointer``."""
+    negative = 0 - tl.cast(val, pointer.dtype.element_ty)
+    return atomic_add(pointer, negative, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
+
+
+@device_function
+def atomic_min(
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = None,
+    scope: tl.constexpr = SYSTEM,
+    hint: tl.constexpr = None,
+):
+    """Lower what ``to_rank`` has at ``pointer`` to ``val`` where ``val`` is less."""
+    _check_ordered(pointer, "atomic_min")
+    target = translate(pointer, heap_bases, from_rank, to_rank, hint)
+    return tl.atomic_min(target, val, mask=mask, sem=sem, scope=scope)
+
+
+@device_function
+def atomic_max(
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = None,
+    scope: tl.constexpr = SYSTEM,
+    hint: tl.constexpr = None,
+):
+    """Raise what ``to_rank`` has at ``pointer`` to ``val`` where ``val`` is greater."""
+    _check_ordered(pointer, "atomic_max")
+    target = translate(pointer, heap_bases, from_rank, to_rank, hint)
+    return tl.atomic_max(target, val, mask=mask, sem=sem, scope=scope)
+
+
+@device_function
+def atomic_and(
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = None,
+    scope: tl.constexpr = SYSTEM,
+    hint: tl.constexpr = None,
+):
+    """Replace what ``to_rank`` has at ``pointer`` by its bitwise and with ``val``."""
+    _check_integer(pointer, "atomic_and")
+    target = translate(pointer, heap_bases, from_rank, to_rank, hint)
+    return tl.atomic_and(target, val, mask=mask, sem=sem, scope=scope)
+
+
+@device_function
+def atomic_or(
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = None,
+    scope: tl.constexpr = SYSTEM,
+    hint: tl.constexpr = None,
+):
+    """Replace what ``to_rank`` has at ``pointer`` by its bitwise or with ``val``."""
+    _check_integer(pointer, "atomic_or")
+    target = translate(pointer, heap_bases, from_rank, to_rank, hint)
+    return tl.atomic_or(target, val, mask=mask, sem=sem, scope=scope)
+
+
+@device_function
+def atomic_xor(
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = None,
+    scope: tl.constexpr = SYSTEM,
+    hint: tl.constexpr = None,
+):
+    """Replace what ``to_rank`` has at ``pointer`` by its bitwise exclusive or with ``val``."""
+    _check_integer(pointer, "atomic_xor")
+    target = translate(pointer, heap_bases, from_rank, to_rank, hint)
+    return tl.atomic_xor(target, val, mask=mask, sem=sem, scope=scope)
+
+
+@device_function
+def atomic_xchg(
+    pointer,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    mask=None,
+    sem: tl.constexpr = None,
+    scope: tl.constexpr = SYSTEM,
+    hint: tl.constexpr = None,
+):
+    """Put ``val`` in place of what ``to_rank`` has at ``pointer``."""
+    ELEMENT: tl.constexpr = pointer.dtype.element_ty
+    _check_word(pointer, "atomic_xchg")
+    target = translate(pointer, heap_bases, from_rank, to_rank, hint)
+    new = tl.cast(val, ELEMENT)
+    if ELEMENT.is_int():
+        old = tl.atomic_xchg(target, new, mask=mask, sem=sem, scope=scope)
+    else:  # the interpreter exchanges integers only
+        WORD: tl.constexpr = tl.int32 if ELEMENT.primitive_bitwidth == 32 else tl.int64
+        bits = tl.atomic_xchg(
+            tl.cast(target, tl.pointer_type(WORD)),
+            new.to(WORD, bitcast=True),
+            mask=mask,
+            sem=sem,
+            scope=scope,
+        )
+        old = bits.to(ELEMENT, bitcast=True)
+    return old
+
+
+@device_function
+def atomic_cas(
+    pointer,
+    cmp,
+    val,
+    from_rank,
+    to_rank,
+    heap_bases,
+    sem: tl.constexpr = None,
+    scope: tl.constexpr = SYSTEM,
+    hint: tl.constexpr = None,
+):
+    """Put ``val`` in place of what ``to_rank`` has at ``pointer`` where its bits are ``cmp``'s."""
+    ELEMENT: tl.constexpr = pointer.dtype.element_ty
+    _check_word(pointer, "atomic_cas")
+    target = translate(pointer, heap_bases, from_rank, to_rank, hint)
+    old = tl.cast(cmp, ELEMENT)
+    new = tl.cast(val, ELEMENT)
+    if pointer.type.is_block():
+        old = tl.broadcast_to(old, pointer.shape)
+        new = tl.broadcast_to(new, pointer.shape)
+    return tl.atomic_cas(target, old, new, sem=sem, scope=scope)
+
+
+@device_function
+def _check_ordered(pointer, NAME: tl.constexpr):
+    ELEMENT: tl.constexpr = pointer.dtype.element_ty
+    tl.static_assert(
+        ELEMENT.is_fp32() or (ELEMENT.is_int() and ELEMENT.primitive_bitwidth >= 32),
+        NAME + " takes int32, int64, uint32, uint64 or float32",
+    )
+
+
+@device_function
+def _check_integer(pointer, NAME: tl.constexpr):
+    ELEMENT: tl.constexpr = pointer.dtype.element_ty
+    tl.static_assert(
+        ELEMENT.is_int() and ELEMENT.primitive_bitwidth >= 32,
+        NAME + " takes int32, int64, uint32 or uint64",
+    )
+
+
+@device_function
+def _check_word(pointer, NAME: tl.constexpr):
+    ELEMENT: tl.constexpr = pointer.dtype.element_ty
+    tl.static_assert(
+        ELEMENT.primitive_bitwidth >= 32,
+        NAME + " takes int32, int64, uint32, uint64, float32 or float64",
+    )

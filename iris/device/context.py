@@ -1,0 +1,353 @@
+"""DeviceContext: the memory operations of ``iris.device`` as methods that know their rank.
+
+@triton.jit
+def kernel(context_tensor, x, rank: tl.constexpr, world_size: tl.constexpr, N: tl.constexpr):
+    ctx = iris.DeviceContext.initialize(context_tensor, rank, world_size)
+    i = tl.arange(0, N)
+    ctx.store(x + i, ctx.load(x + i, from_rank=0), to_rank=(rank + 1) % world_size)
+    ctx.barrier()
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from iris.device import atomics, ops, signals, watch
+from iris.device.target import SYSTEM, device_class, device_function
+
+# Words of the context tensor: rank, world size, every rank's slab base, the watch's record.
+BASES = tl.constexpr(2)
+PEERS = tl.constexpr(watch.PEERS)
+SLOTS = tl.constexpr(watch.SLOTS)
+
+
+def encode(rank: int, bases: Sequence[int], record: Tensor) -> Tensor:
+    """Return the context tensor: int64 ``[rank, world size, base 0, ..., address of record]``."""
+    words = [rank, len(bases), *bases, record.data_ptr()]
+    return torch.tensor(words, dtype=torch.int64, device=record.device)
+
+
+@device_class
+class DeviceContext:
+    """What a kernel knows of the world: ``rank``, ``world_size``, ``heap_bases``.
+
+    Made by ``initialize``. Pointers are this rank's; ranks are those of the world. For the other
+    arguments see ``iris.load`` and its neighbours.
+    """
+
+    rank: tl.constexpr
+    world_size: tl.constexpr
+    heap_bases: tl.tensor
+    record: tl.tensor
+
+    @triton.constexpr_function
+    def __init__(self, rank, world_size, heap_bases, record):
+        self.rank = tl.constexpr(rank)
+        self.world_size = tl.constexpr(world_size)
+        self.heap_bases = heap_bases
+        self.record = record
+
+    @staticmethod
+    @device_function
+    def initialize(context_tensor, rank, world_size, tracing: tl.constexpr = False):
+        """Return the context. ``context_tensor`` is ``ctx.get_device_context()``.
+
+        Rank and size are compile-time numbers.
+        """
+        tl.static_assert(not tracing, "this build of iris records no trace events")
+        bases = context_tensor + BASES
+        record = tl.cast(tl.load(bases + world_size), tl.pointer_type(tl.int64))
+        return DeviceContext(rank, world_size, bases, record)
+
+    @device_function
+    def load(
+        self,
+        pointer,
+        from_rank,
+        mask=None,
+        other=None,
+        cache_modifier: tl.constexpr = None,
+        volatile: tl.constexpr = False,
+        hint: tl.constexpr = None,
+    ):
+        """Return what ``from_rank`` has at ``pointer``."""
+        return ops.load(
+            pointer,
+            self.rank,
+            from_rank,
+            self.heap_bases,
+            mask,
+            other,
+            cache_modifier,
+            volatile,
+            hint,
+        )
+
+    @device_function
+    def store(
+        self,
+        pointer,
+        value,
+        to_rank,
+        mask=None,
+        cache_modifier: tl.constexpr = None,
+        hint: tl.constexpr = None,
+    ):
+        """Store ``value`` at ``pointer`` on ``to_rank``."""
+        ops.store(pointer, value, self.rank, to_rank, self.heap_bases, mask, cache_modifier, hint)
+
+    @device_function
+    def get(
+        self,
+        from_ptr,
+        to_ptr,
+        from_rank,
+        mask=None,
+        other=None,
+        load_cache_modifier: tl.constexpr = None,
+        store_cache_modifier: tl.constexpr = None,
+        hint: tl.constexpr = None,
+    ):
+        """Copy from ``from_ptr`` on ``from_rank`` to ``to_ptr`` here."""
+        self.copy(
+            from_ptr,
+            to_ptr,
+            from_rank,
+            self.rank,
+            mask,
+            other,
+            load_cache_modifier,
+            store_cache_modifier,
+            hint,
+        )
+
+    @device_function
+    def put(
+        self,
+        from_ptr,
+        to_ptr,
+        to_rank,
+        mask=None,
+        other=None,
+        load_cache_modifier: tl.constexpr = None,
+        store_cache_modifier: tl.constexpr = None,
+        hint: tl.constexpr = None,
+    ):
+        """Copy from ``from_ptr`` here to ``to_ptr`` on ``to_rank``."""
+        ops.put(
+            from_ptr,
+            to_ptr,
+            self.rank,
+            to_rank,
+            self.heap_bases,
+            mask,
+            other,
+            load_cache_modifier,
+            store_cache_modifier,
+            hint,
+        )
+
+    @device_function
+    def copy(
+        self,
+        src_ptr,
+        dst_ptr,
+        from_rank,
+        to_rank,
+        mask=None,
+        other=None,
+        load_cache_modifier: tl.constexpr = None,
+        store_cache_modifier: tl.constexpr = None,
+        hint: tl.constexpr = None,
+    ):
+        """Copy from ``src_ptr`` on ``from_rank`` to ``dst_ptr`` on ``to_rank``."""
+        ops.copy(
+            src_ptr,
+            dst_ptr,
+            from_rank,
+            to_rank,
+            self.rank,
+            self.heap_bases,
+            mask,
+            other,
+            load_cache_modifier,
+            store_cache_modifier,
+            hint,
+        )
+
+    @device_function
+    def atomic_add(
+        self,
+        pointer,
+        val,
+        to_rank,
+        mask=None,
+        sem: tl.constexpr = None,
+        scope: tl.constexpr = SYSTEM,
+        hint: tl.constexpr = None,
+    ):
+        """Add ``val`` to what ``to_rank`` has at ``pointer``; return the old value."""
+        return atomics.atomic_add(
+            pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope, hint
+        )
+
+    @device_function
+    def atomic_sub(
+        self,
+        pointer,
+        val,
+        to_rank,
+        mask=None,
+        sem: tl.constexpr = None,
+        scope: tl.constexpr = SYSTEM,
+        hint: tl.constexpr = None,
+    ):
+        """Subtract ``val`` from what ``to_rank`` has at ``pointer``; return the old value."""
+        return atomics.atomic_sub(
+            pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope, hint
+        )
+
+    @device_function
+    def atomic_cas(
+        self,
+        pointer,
+        cmp,
+        val,
+        to_rank,
+        sem: tl.constexpr = None,
+        scope: tl.constexpr = SYSTEM,
+        hint: tl.constexpr = None,
+    ):
+        """Put ``val`` where ``to_rank`` has ``cmp`` at ``pointer``; return the old value."""
+        return atomics.atomic_cas(
+            pointer, cmp, val, self.rank, to_rank, self.heap_bases, sem, scope, hint
+        )
+
+    @device_function
+    def atomic_xchg(
+        self,
+        pointer,
+        val,
+        to_rank,
+        mask=None,
+        sem: tl.constexpr = None,
+        scope: tl.constexpr = SYSTEM,
+        hint: tl.constexpr = None,
+    ):
+        """Put ``val`` in place of what ``to_rank`` has at ``pointer``; return the old value."""
+        return atomics.atomic_xchg(
+            pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope, hint
+        )
+
+    @device_function
+    def atomic_and(
+        self,
+        pointer,
+        val,
+        to_rank,
+        mask=None,
+        sem: tl.constexpr = None,
+        scope: tl.constexpr = SYSTEM,
+        hint: tl.constexpr = None,
+    ):
+        """Bitwise and of ``val`` into what ``to_rank`` has at ``pointer``; return the old value."""
+        return atomics.atomic_and(
+            pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope, hint
+        )
+
+    @device_function
+    def atomic_or(
+        self,
+        pointer,
+        val,
+        to_rank,
+        mask=None,
+        sem: tl.constexpr = None,
+        scope: tl.constexpr = SYSTEM,
+        hint: tl.constexpr = None,
+    ):
+        """Bitwise or of ``val`` into what ``to_rank`` has at ``pointer``; return the old value."""
+        return atomics.atomic_or(
+            pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope, hint
+        )
+
+    @device_function
+    def atomic_xor(
+        self,
+        pointer,
+        val,
+        to_rank,
+        mask=None,
+        sem: tl.constexpr = None,
+        scope: tl.constexpr = SYSTEM,
+        hint: tl.constexpr = None,
+    ):
+        """Bitwise xor of ``val`` into what ``to_rank`` has at ``pointer``; return the old value."""
+        return atomics.atomic_xor(
+            pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope, hint
+        )
+
+    @device_function
+    def atomic_min(
+        self,
+        pointer,
+        val,
+        to_rank,
+        mask=None,
+        sem: tl.constexpr = None,
+        scope: tl.constexpr = SYSTEM,
+        hint: tl.constexpr = None,
+    ):
+        """Lower what ``to_rank`` has at ``pointer`` to ``val``; return the old value."""
+        return atomics.atomic_min(
+            pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope, hint
+        )
+
+    @device_function
+    def atomic_max(
+        self,
+        pointer,
+        val,
+        to_rank,
+        mask=None,
+        sem: tl.constexpr = None,
+        scope: tl.constexpr = SYSTEM,
+        hint: tl.constexpr = None,
+    ):
+        """Raise what ``to_rank`` has at ``pointer`` to ``val``; return the old value."""
+        return atomics.atomic_max(
+            pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope, hint
+        )
+
+    @device_function
+    def signal(self, pointer, epoch, to_rank):
+        """Set the flag that ``to_rank`` has at ``pointer`` to ``epoch``, after stores so far."""
+        signals.signal(ops.translate(pointer, self.heap_bases, self.rank, to_rank), epoch)
+
+    @device_function
+    def wait(self, pointer, epoch, from_rank=-1):
+        """Wait until the flag at ``pointer`` here, which ``from_rank`` writes, is at ``epoch``.
+
+        Return true when it came, false when a wait of some rank ran out.
+        """
+        return signals.wait(pointer, epoch, self.record, 0, from_rank)
+
+    @device_function
+    def barrier(self, slot=0):
+        """Meet the one program of every rank that calls with the same ``slot`` (0 to 63).
+
+        What these programs stored before, on any rank, all of them see after. Programs of one
+        launch that meet at the same time need slots of their own, and must all be able to run.
+        """
+        flags = (
+            tl.cast(self.record + PEERS + self.world_size, tl.pointer_type(tl.int32))
+            + slot * self.world_size
+        )
+        epoch = tl.load(flags + self.rank, volatile=True).to(tl.int64) + 1
+        for i in tl.static_range(self.world_size):
+            self.signal(flags + self.rank, epoch.to(tl.int32), (self.rank + i) % self.world_size)
+        for peer in tl.static_range(self.world_size):
+            self.wait(flags + peer, epoch, peer)

@@ -1,0 +1,40 @@
+"""Lets Triton kernels travel to rank processes, as the functions of a script or a notebook do.
+
+Importing this module is enough. A kernel of a module that ranks can import travels by name; one of
+``__main__``, or of a module that cloudpickle sends by value, as its function and its source, which
+Triton compiles from.
+"""
+
+import copyreg
+import linecache
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import triton
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+_OPTIONS = ("do_not_specialize", "do_not_specialize_on_alignment", "debug", "noinline")
+
+
+def _reduce(kernel: Any) -> Any:
+    fn = kernel.fn
+    by_value = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
+    module = sys.modules.get(fn.__module__)
+    if fn.__module__ not in by_value and getattr(module, fn.__name__, None) is kernel:
+        return getattr, (module, fn.__name__)
+    options = {name: getattr(kernel, name) for name in _OPTIONS if getattr(kernel, name, None)}
+    path = fn.__code__.co_filename
+    return _restore, (fn, path, linecache.getlines(path), options)
+
+
+def _restore(fn: Callable[..., Any], path: str, lines: list[str], options: dict[str, Any]) -> Any:
+    linecache.cache[path] = (sum(map(len, lines)), None, lines, path)
+    fn.__code__ = fn.__code__.replace(co_filename=path)
+    return triton.jit(fn, **options)
+
+
+copyreg.pickle(JITFunction, _reduce)
+copyreg.pickle(InterpretedFunction, _reduce)

@@ -1,0 +1,88 @@
+"""The few places where Triton's interpreter, NVIDIA and AMD differ."""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import globaltimer
+from triton.runtime.interpreter import InterpretedFunction
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+# The default scope of what a peer can see. Triton 3.6 takes no plain string as a default argument.
+SYSTEM = tl.constexpr("sys")
+
+# Looks at a flag between two looks at the clock and at the abort flag.
+POLLS_PER_CHECK = tl.constexpr(1 if INTERPRETED.value else 512)
+
+_POLL_NS = 1000  # how long a look takes, about, where the GPU offers no clock in nanoseconds
+_PAUSE_SECONDS = 2e-5
+
+_LOAD_ACQUIRE = "ld.acquire.sys.global.b32 $0, [$1];"
+
+
+@tl.core.extern
+def _compiled_clock(polls: Any, _semantic: Any = None) -> Any:
+    if _semantic.builder.options.backend_name == "cuda":
+        return globaltimer(_semantic=_semantic)
+    return _semantic.mul(_semantic.cast(polls, tl.int64), _semantic.to_tensor(_POLL_NS), False)
+
+
+@tl.core.extern
+def _compiled_load_acquire(ptr: Any, mask: Any, _semantic: Any = None) -> Any:
+    """One look at flags, at system scope, that is the same in every thread of the program.
+
+    An atomic is: one thread performs it and tells the others. A plain ``ld.acquire`` is quicker,
+    but each thread that holds a copy of an element loads for itself; so it serves only where no
+    element has two holders (one warp, 32 lanes or more).
+    """
+    options = _semantic.builder.options
+    one_holder = ptr.type.is_block() and ptr.type.numel % 32 == 0 and options.num_warps == 1
+    if options.backend_name == "cuda" and one_holder and ptr.dtype.element_ty == tl.int32:
+        return tl.inline_asm_elementwise(
+            _LOAD_ACQUIRE, "=r,l", [ptr], tl.int32, is_pure=False, pack=1, _semantic=_semantic
+        )
+    return tl.atomic_add(ptr, 0, mask=mask, sem="acquire", scope="sys", _semantic=_semantic)
+
+
+def _interpreted_clock(polls: Any) -> Any:
+    time.sleep(_PAUSE_SECONDS)  # a waiting rank leaves its core to the rank it waits for
+    return tl.cast(time.perf_counter_ns(), tl.int64)
+
+
+def _interpreted_load_acquire(ptr: Any, mask: Any) -> Any:
+    return tl.atomic_add(ptr, 0, mask=mask, sem="acquire", scope="sys")
+
+
+clock = _interpreted_clock if INTERPRETED.value else _compiled_clock
+load_acquire = _interpreted_load_acquire if INTERPRETED.value else _compiled_load_acquire
+
+
+def device_function(fn: Callable[..., Any]) -> Any:
+    """``@triton.jit`` for a function or method that kernels call."""
+    return _Interpreted(triton.jit(fn)) if INTERPRETED.value else triton.jit(fn)
+
+
+def device_class(cls: type) -> Any:
+    """Make a class with device functions as methods usable in kernels."""
+    return cls if INTERPRETED.value else tl.core._aggregate(cls)
+
+
+class _Interpreted:
+    """A device function in the interpreter, called from a kernel that runs.
+
+    Triton's own wrapper patches ``triton.language`` on each call, which takes most of the time of a
+    short function, and which the kernel has done already. And it binds no methods.
+    """
+
+    def __init__(self, function: InterpretedFunction[Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function.rewrite()(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return self if instance is None else functools.partial(self, instance)

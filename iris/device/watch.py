@@ -1,0 +1,132 @@
+"""The host's side of bounded waits: where a kernel that waited too long says for whom.
+
+NOTE [Bounded waits]
+Each rank has a record of int64 words on its heap. A wait that runs out claims its rank's record
+(``STATE``: 0 -> its claim), writes what it waited for, and sets each other rank's ``STATE``, if it
+is still 0, to -(1 + its rank). Every wait looks at its own rank's ``STATE`` now and then and leaves
+when it is not 0, so all kernels of all ranks end soon after. Whoever leaves so also sets a word of
+pinned host memory: the host finds out by reading it, without a copy or a synchronisation while all
+is well. The state stays until the context is closed: after a lost wait the ranks are out of step.
+"""
+
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from iris.errors import PeerError, TimeoutError
+
+if TYPE_CHECKING:
+    from iris.runtime.context import Iris
+    from iris.runtime.heap import Block
+
+# Words of the record.
+STATE = 0
+LIMIT = 1  # nanoseconds a wait may last
+HOST = 2  # address of this rank's pinned word, or 0 where the record itself is host memory
+STAGE = 3
+PEER = 4
+EXPECTED = 5
+SEEN = 6
+RANK = 7
+WORLD = 8
+PEERS = 9  # address of every rank's record, as mapped here
+
+# After the addresses: the flags of barriers, int32[SLOTS + GROUPS, world]. Rank r writes column r.
+SLOTS = 64  # rows of DeviceContext.barrier
+GROUPS = 192  # rows of device_barrier, one a group
+
+
+class Watch:
+    """This rank's record, and the names of what its kernels wait in.
+
+    Kernels get ``watch.record`` and a number from ``watch.stage``; the host calls ``check``
+    wherever it looks at results. ``watch.flags`` are this rank's barrier flags.
+    """
+
+    def __init__(self, block: "Block", record: Tensor, raised: Tensor, rank: int) -> None:
+        words = 2 * record.numel()
+        self.record = record
+        self.flags = block.tensor.view(torch.int32)[words:].view(SLOTS + GROUPS, -1)
+        self._block = block
+        self._raised = raised.numpy()
+        self._rank = rank
+        self._stages: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self._reason: str | None = None
+
+    @classmethod
+    def create(cls, ctx: "Iris", timeout: float) -> "Watch":
+        """Allocate and fill the record. Collective over the world; ``timeout`` is in seconds."""
+        world = ctx.num_ranks
+        nbytes = 8 * (PEERS + world) + 4 * (SLOTS + GROUPS) * world
+        block = ctx.heap.allocate(nbytes, internal=True)
+        block.tensor.zero_()
+        record = block.tensor[: 8 * (PEERS + world)].view(torch.int64)
+        on_gpu = record.is_cuda
+        raised = torch.zeros(1, dtype=torch.int64, pin_memory=True) if on_gpu else record[:1]
+        words = [0] * (PEERS + world)
+        words[LIMIT] = round(timeout * 1e9)
+        words[HOST] = raised.data_ptr() if on_gpu else 0
+        words[RANK], words[WORLD] = ctx.cur_rank, world
+        words[PEERS:] = block.peers
+        record.copy_(torch.tensor(words))
+        if on_gpu:
+            torch.cuda.synchronize(record.device)
+        ctx.world.sync(zlib.crc32(b"iris.watch"), "prepare bounded waits")
+        return cls(block, record, raised, ctx.cur_rank)
+
+    def stage(self, what: str, ranks: Sequence[int]) -> int:
+        """Return the number, equal on all ranks, of waits in ``what`` among ``ranks``."""
+        number = zlib.crc32(f"{what}{tuple(ranks)}".encode()) >> 1
+        self._stages[number] = (what, tuple(ranks))
+        return number
+
+    def check(self) -> None:
+        """Raise ``TimeoutError`` if a wait of any rank ran out, ``PeerError`` after ``abort``.
+
+        Reads one word of host memory when neither.
+        """
+        if self._raised[0] == 0 and self._reason is None:
+            return
+        if self.record.is_cuda:
+            torch.cuda.synchronize(self.record.device)  # waits end as soon as the state is set
+        words = self.record.tolist()
+        if words[STATE] < 0:
+            culprit = -1 - words[STATE]
+            words = self._block.peer(culprit)[: 8 * PEERS].view(torch.int64).tolist()
+        if words[STATE] <= 0:
+            raise PeerError(self._reason or "a rank ended every wait")
+        raise TimeoutError(*self._explain(words))
+
+    def abort(self, reason: str) -> None:
+        """End every wait on this rank; ``check`` then raises ``PeerError(reason)``.
+
+        For a watchdog that saw a peer die.
+        """
+        self._reason = reason
+        mark = torch.tensor([-1 - self._rank])
+        if not self.record.is_cuda:
+            self.record[:1] = mark
+            return
+        with torch.cuda.stream(torch.cuda.Stream(self.record.device)):
+            self.record[:1].copy_(mark.pin_memory(), non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+
+    def _explain(self, words: list[int]) -> tuple[str, str]:
+        """Return the message and the way out for a record."""
+        unknown = ("a wait", ())
+        what, ranks = self._stages.get(words[STAGE], unknown)
+        peer = words[PEER]
+        awaited = ranks[peer] if 0 <= peer < len(ranks) else peer
+        name = "a peer" if awaited < 0 else f"rank {awaited}"
+        seconds = words[LIMIT] / 1e9
+        lines = [
+            f"{what}: rank {words[RANK]} waited {seconds:g} s for {name}",
+            f"  epoch: expected {words[EXPECTED]}, seen {words[SEEN]}",
+        ]
+        return "\n".join(lines), (
+            f"look for the error or the missing call on {name}; "
+            f"raise IRIS_TIMEOUT (now {seconds:g} s) if it is only slow"
+        )

@@ -1,0 +1,1 @@
+"""The dataflow graph: types, nodes, ops, passes, text. Imports neither torch nor triton."""

@@ -1,0 +1,115 @@
+"""Ops by name, and the one entry to their type rules."""
+
+from collections.abc import Mapping, Sequence
+
+from iris.errors import IrisError
+from iris.graph.nodes import Node
+from iris.graph.ops import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    axis_index,
+    broadcast,
+    matmul,
+    ppermute,
+    reduce_scatter,
+)
+from iris.graph.ops.attention import ATTENTION
+from iris.graph.ops.base import Effect, InferContext, Local, Op, TypedArg, registry
+from iris.graph.ops.indexing import INDEXING
+from iris.graph.ops.norms import NORMS
+from iris.graph.ops.opaque import RANDOM, Opaque
+from iris.graph.ops.outputs import Output, check_output, check_outputs
+from iris.graph.ops.pointwise import POINTWISE
+from iris.graph.ops.reductions import REDUCTIONS
+from iris.graph.ops.rules import axes_of, group_size, shard_sizes
+from iris.graph.ops.stages import STAGES
+from iris.graph.ops.views import VIEWS
+from iris.graph.types import TensorType
+
+__all__ = [
+    "COLLECTIVES",
+    "STAGES",
+    "Effect",
+    "InferContext",
+    "Local",
+    "Op",
+    "Output",
+    "TypedArg",
+    "axes_of",
+    "check_output",
+    "check_outputs",
+    "effects",
+    "get_op",
+    "group_size",
+    "infer_node",
+    "registry",
+    "shard_sizes",
+]
+
+COLLECTIVES = frozenset(
+    op.name
+    for op in (
+        all_gather.AllGather,
+        all_reduce.AllReduce,
+        all_to_all.AllToAll,
+        broadcast.Broadcast,
+        ppermute.Ppermute,
+        reduce_scatter.ReduceScatter,
+    )
+)
+"""Names of the ops that move values between ranks."""
+
+FAMILIES: Mapping[str, Op] = {
+    **POINTWISE,
+    **VIEWS,
+    **REDUCTIONS,
+    **INDEXING,
+    **NORMS,
+    **ATTENTION,
+    **RANDOM,
+    "view.dtype": Opaque("view.dtype"),
+}
+"""ATen ops whose rule is that of a family, by full name or without the overload."""
+
+
+def get_op(name: str) -> Op:
+    """The op called ``name``: an own op, one of an ATen family, or `Opaque`.
+
+    >>> get_op("add.Tensor").name
+    'add'
+    """
+    found = registry().get(name) or FAMILIES.get(name)
+    return found or FAMILIES.get(name.partition(".")[0]) or Opaque(name)
+
+
+def infer_node(
+    op: str,
+    ctx: InferContext,
+    args: Sequence[TypedArg],
+    attrs: Mapping[str, TypedArg],
+    locals: Sequence[Local],
+) -> tuple[TensorType, ...]:
+    """Types of the outputs of ``op``.
+
+    ``args`` and ``attrs`` hold a `TensorType` where the node reads a value. ``locals`` is what tracing saw of each
+    output on the rank at ``ctx.coord``; collectives work it out themselves. TypeRuleError if the program uses a value
+    against its type.
+    """
+    rule = get_op(op)
+    try:
+        return rule.infer(ctx, args, attrs, locals)
+    except IrisError:
+        raise
+    except (IndexError, KeyError, TypeError, ValueError):
+        # An overload with a signature that its family's rule does not know: nothing is claimed.
+        if op in registry():
+            raise
+        return Opaque(op).infer(ctx, args, attrs, locals)
+
+
+def effects(node: Node) -> frozenset[Effect]:
+    """What ``node`` does besides computing; of a stage, what its body does."""
+    own = get_op(node.op).effects
+    return own.union(*map(effects, node.body)) if node.body else own
+

@@ -1,0 +1,78 @@
+"""all_gather: every rank gets all shards."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from iris.errors import TypeRuleError
+from iris.graph.nodes import Node
+from iris.graph.ops.base import Effect, InferContext, Local, Op, PerRank, TypedArg, register
+from iris.graph.ops.groups import group_axes, group_dim, per_group, reject_partial
+from iris.graph.ops.rules import axes_of, group_size, settle, where
+from iris.graph.types import Mesh, TensorType
+
+
+@register
+class AllGather(Op):
+    """Give every rank of ``axis`` the whole of ``dim``: ``f32[8/tp, 4] -> f32[8, 4]``.
+
+    A varying value is stacked as it is: ``f32[2, 4]~tp -> f32[8, 4]`` on four ranks.
+    """
+
+    name = "all_gather"
+    effects = frozenset({Effect.COMMUNICATES})
+
+    def infer(
+        self,
+        ctx: InferContext,
+        args: Sequence[TypedArg],
+        attrs: Mapping[str, TypedArg],
+        locals: Sequence[Local],
+    ) -> tuple[TensorType, ...]:
+        x, axes = args[0], group_axes(self.name, ctx, attrs)
+        dim = group_dim(self.name, ctx, x, attrs, "dim")
+        reject_partial(self.name, ctx, x, axes)
+        inner = x.spec[dim][len(x.spec[dim]) - len(axes) :]
+        if inner == axes:
+            return (x.with_dim(dim, x.shape[dim], x.spec[dim][: -len(axes)]),)
+        self._check_varying(ctx, x, axes, dim)
+        size, shape = group_size(ctx.mesh, axes), ctx.local(x)
+        stacked = (*shape[:dim], shape[dim] * size, *shape[dim + 1 :])
+        dims = [*zip(x.shape, x.spec, strict=True)]
+        dims[dim] = (x.shape[dim] * size, x.spec[dim])
+        lost = set(x.varying) - set(axes)
+        return (settle(ctx, dims, Local(x.dtype, stacked), x.partial, lost),)
+
+    def _check_varying(
+        self, ctx: InferContext, x: TensorType, axes: tuple[str, ...], dim: int
+    ) -> None:
+        """The value must differ over ``axes`` in a way that gathering ``dim`` undoes."""
+        if set(axes) <= set(x.varying):
+            return
+        over = " and ".join(map(repr, axes))
+        if set(axes) <= {*x.spec[dim], *x.varying}:
+            raise TypeRuleError(
+                "\n".join(
+                    [
+                        f"all_gather: dim {dim} is split over {x.spec[dim]}, and {over} is not the "
+                        "inner part of that",
+                        *where(ctx, [x]),
+                    ]
+                ),
+                help=f"gather over {x.spec[dim]} in one call, or the last of them first",
+            )
+        raise TypeRuleError(
+            "\n".join(
+                [f"all_gather: dim {dim} of {x} is not split over {over}", *where(ctx, [x])]
+            ),
+            help="drop this all_gather, or gather a dim written `n/axis` in the type",
+        )
+
+    def reference(
+        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
+    ) -> list[PerRank]:
+        def gather(shards: PerRank) -> PerRank:
+            return [np.concatenate(shards, axis=attrs["dim"])] * len(shards)
+
+        return [per_group(mesh, axes_of(attrs["axis"]), args[0], gather)]

@@ -1,0 +1,66 @@
+"""all_to_all: rank i's chunk j goes to rank j."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from iris.errors import TypeRuleError
+from iris.graph.nodes import Node
+from iris.graph.ops.base import Effect, InferContext, Local, Op, PerRank, TypedArg, register
+from iris.graph.ops.groups import cut, group_axes, group_dim, per_group, without_axes
+from iris.graph.ops.rules import axes_of, group_size, shard_sizes, where
+from iris.graph.types import Mesh, TensorType
+
+
+@register
+class AllToAll(Op):
+    """Move a split from one dim to another: ``f32[8/tp, 4] -> f32[8, 4/tp]``.
+
+    That is ``split_dim=1, concat_dim=0``. On any other value each rank sends chunk j of ``split_dim`` to rank j and
+    stacks what it gets along ``concat_dim``; the result varies, and ``split_dim`` must divide.
+    """
+
+    name = "all_to_all"
+    effects = frozenset({Effect.COMMUNICATES})
+
+    def infer(
+        self,
+        ctx: InferContext,
+        args: Sequence[TypedArg],
+        attrs: Mapping[str, TypedArg],
+        locals: Sequence[Local],
+    ) -> tuple[TensorType, ...]:
+        x, axes = args[0], group_axes(self.name, ctx, attrs)
+        split = group_dim(self.name, ctx, x, attrs, "split_dim")
+        concat = group_dim(self.name, ctx, x, attrs, "concat_dim")
+        inner = x.spec[concat][len(x.spec[concat]) - len(axes) :]
+        if inner == axes and split != concat and not x.spec[split]:
+            x = x.with_dim(concat, x.shape[concat], x.spec[concat][: -len(axes)])
+            return (x.with_dim(split, x.shape[split], axes),)
+        local, size = without_axes(self.name, ctx, x, axes), group_size(ctx.mesh, axes)
+        if local.spec[split] or local.shape[split] % size:
+            raise TypeRuleError(
+                "\n".join(
+                    [
+                        f"all_to_all: dim {split} does not divide into {size} equal chunks",
+                        *where(ctx, [x]),
+                    ]
+                ),
+                help=f"pad dim {split} to a multiple of {size}, or choose another split_dim",
+            )
+        local = local.with_dim(split, local.shape[split] // size, ())
+        local = local.with_dim(concat, local.shape[concat] * size, local.spec[concat])
+        varying = (*local.varying, *axes)
+        return (TensorType(local.dtype, local.shape, local.spec, local.partial, varying),)
+
+    def reference(
+        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
+    ) -> list[PerRank]:
+        axes, split, concat = axes_of(attrs["axis"]), attrs["split_dim"], attrs["concat_dim"]
+
+        def exchange(x: PerRank) -> PerRank:
+            chunks = [cut(a, shard_sizes(a.shape[split], mesh, axes), split) for a in x]
+            return [np.concatenate([row[j] for row in chunks], concat) for j in range(len(x))]
+
+        return [per_group(mesh, axes, args[0], exchange)]

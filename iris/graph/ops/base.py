@@ -1,0 +1,91 @@
+"""What every op is made of, and the registry of them.
+
+One op, one file: contract with a type example, type rule, effects, reference over all ranks. The lowering of an op
+lives in `iris.lower` under the same name.
+"""
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from iris.errors import GraphError
+from iris.graph.nodes import Node
+from iris.graph.types import Mesh, TensorType
+
+# What a type rule sees of an argument: a type where the node reads a value, else the constant.
+TypedArg = Any
+# A value on all ranks: one array a rank, in rank order (row-major over the mesh axes).
+PerRank = list[np.ndarray]
+
+
+class Effect(enum.Enum):
+    """What a node does besides computing its outputs. Nodes with effects keep their order."""
+
+    COMMUNICATES = "communicates"
+    RANDOM = "random"
+    UNKNOWN = "unknown"  # a custom op: it may do anything, so it is never dropped or passed by
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """dtype and this rank's shape of an output, as tracing saw it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InferContext:
+    """Where types are inferred.
+
+    ``coord``: the rank whose local shapes are known. ``loc``: the user's line. ``sources``: name and line of every
+    value the node reads, in the order of `Node.uses`; only errors read them.
+    """
+
+    mesh: Mesh
+    coord: Mapping[str, int]
+    loc: str = ""
+    sources: Sequence[tuple[str, str]] = ()
+
+    def local(self, type: TensorType) -> tuple[int, ...]:
+        return type.local_shape(self.mesh, self.coord)
+
+
+class Op:
+    """Base of every op. Subclasses are stateless; ``@register`` makes the one instance."""
+
+    name: ClassVar[str]
+    effects: ClassVar[frozenset[Effect]] = frozenset()
+
+    def infer(
+        self,
+        ctx: InferContext,
+        args: Sequence[TypedArg],
+        attrs: Mapping[str, TypedArg],
+        locals: Sequence[Local],
+    ) -> tuple[TensorType, ...]:
+        """Types of the outputs. ``locals``: what tracing saw (or the recorded types say) of each output."""
+        raise NotImplementedError
+
+    def reference(self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh) -> list[PerRank]:
+        """Outputs on all ranks in numpy. An argument that is a value comes as a list over ranks."""
+        raise GraphError(f"{self.name}: no numpy reference")
+
+
+_REGISTRY: dict[str, Op] = {}
+
+
+def register(cls: type[Op]) -> type[Op]:
+    """Class decorator: one instance of ``cls`` under ``cls.name``."""
+    if cls.name in _REGISTRY:
+        raise GraphError(f"op {cls.name!r} is registered twice")
+    _REGISTRY[cls.name] = cls()
+    return cls
+
+
+def registry() -> Mapping[str, Op]:
+    """Every registered op by name."""
+    return _REGISTRY

@@ -1,0 +1,80 @@
+"""Fused stages: nodes whose body is the very nodes they replace."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from iris.errors import GraphError
+from iris.graph.nodes import Node
+from iris.graph.ops.base import Effect, InferContext, Local, Op, PerRank, TypedArg, register
+from iris.graph.types import Mesh, TensorType
+
+
+class Stage(Op):
+    """Base of the stages. Types and values are those of the body, so fusing cannot change the meaning."""
+
+    effects = frozenset({Effect.COMMUNICATES})
+
+    def infer(
+        self,
+        ctx: InferContext,
+        args: Sequence[TypedArg],
+        attrs: Mapping[str, TypedArg],
+        locals: Sequence[Local],
+    ) -> tuple[TensorType, ...]:
+        raise GraphError(f"{self.name}: the types of a stage are those of its body")
+
+    def reference(
+        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
+    ) -> list[PerRank]:
+        from iris.graph.reference import run_body
+
+        return run_body(node, args, mesh)
+
+
+@register
+class AllGatherMatmul(Stage):
+    """``epilogue(all_gather(x) @ w, ...)``: ``bf16[64/tp, 8], bf16[8, 6/tp] -> bf16[64, 6/tp]``.
+
+    One gather, any number of products with it as the left operand, and their pointwise epilogues. The gathered value
+    is an output too where others read it.
+    """
+
+    name = "all_gather_matmul"
+
+
+@register
+class MatmulReduceScatter(Stage):
+    """``reduce_scatter(epilogue(a @ b))``: ``bf16[64, 8/tp], bf16[8/tp, 6] -> bf16[64/tp, 6]``."""
+
+    name = "matmul_reduce_scatter"
+
+
+@register
+class MatmulAllReduce(Stage):
+    """``norm(epilogue(all_reduce(a @ b)))``: ``bf16[64, 8/tp], bf16[8/tp, 6] -> bf16[64, 6]``.
+
+    Bias, residual and RMSNorm after the sum belong to it; both the sum and its norm can be outputs.
+    """
+
+    name = "matmul_all_reduce"
+
+
+@register
+class MatmulAllGather(Stage):
+    """``all_gather(epilogue(a @ b))``: ``bf16[64/tp, 8], bf16[8, 6] -> bf16[64, 6]``."""
+
+    name = "matmul_all_gather"
+
+
+@register
+class AllReduceNorm(Stage):
+    """``rms_norm(all_reduce(x) + residual)``: ``bf16[4, 8]+tp, bf16[4, 8] -> bf16[4, 8], bf16[4, 8]``."""
+
+    name = "all_reduce_norm"
+
+
+STAGES = frozenset(
+    cls.name
+    for cls in (AllGatherMatmul, MatmulReduceScatter, MatmulAllReduce, MatmulAllGather, AllReduceNorm)
+)
+"""Names of the fused stages."""

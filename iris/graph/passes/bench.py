@@ -1,0 +1,138 @@
+"""A graph on the bench: nodes are contracted into stages in place, each at the cost of its surroundings."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from iris.graph.nodes import Graph, Node, Ref
+from iris.graph.ops import effects
+from iris.graph.verify import external_uses
+
+# Nodes further apart than this are not brought together: it keeps fusing linear in the size of the graph.
+REACH = 1000
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why nodes cannot be moved together: ``node`` needs ``between``, which comes after another of them."""
+
+    node: int
+    between: Node
+
+
+class Bench:
+    """The nodes of a graph by number, with makers and readers of every value.
+
+    Numbers do not change; ``slot`` gives the place of a node in the order. A contracted node takes a new number.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.nodes = dict(enumerate(graph.nodes))
+        self.order: list[int | None] = list(self.nodes)
+        self.slot = {number: number for number in self.nodes}
+        self.uses = {number: frozenset(node.uses) for number, node in self.nodes.items()}
+        self.maker: dict[str, int] = {}
+        self.readers: dict[str, set[int]] = {}
+        self.live = set(graph.live_out)
+        self.effectful = {number for number, node in self.nodes.items() if effects(node)}
+        self.types = graph.types
+        for number, node in self.nodes.items():
+            self.maker.update((value.name, number) for value in node.outputs)
+            for name in self.uses[number]:
+                self.readers.setdefault(name, set()).add(number)
+
+    def readers_of(self, name: str) -> list[int]:
+        """Numbers of the nodes that read ``name``, in order."""
+        return sorted(self.readers.get(name, ()), key=self.slot.__getitem__)
+
+    def is_private(self, name: str, group: Collection[int]) -> bool:
+        """Whether only nodes of ``group`` read ``name``."""
+        return name not in self.live and self.readers.get(name, set()) <= set(group)
+
+    def obstacle(self, group: Collection[int]) -> Obstacle | None:
+        """What keeps the nodes of ``group`` from running as one, or None.
+
+        Walks the nodes from the first to the last of the group. What comes after one of them, by its data or by the
+        order of effects, has to come after the stage, so none of them may need it.
+        """
+        after: dict[str, Node] = {}  # values that can only be made after the stage
+        made = {value.name for number in group for value in self.nodes[number].outputs}
+        effect: Node | None = None  # an effect that has to come after the stage
+        begun = False  # an effect of the stage is behind us
+        for number in self._window(group):
+            node, uses = self.nodes[number], self.uses[number]
+            if number in group:
+                late = next((after[name] for name in uses if name in after), None)
+                if number in self.effectful:
+                    late, begun = late or effect, True
+                if late is not None:
+                    return Obstacle(number, late)
+            elif not (uses.isdisjoint(made) and uses.isdisjoint(after)) or (
+                number in self.effectful and (begun or effect is not None)
+            ):
+                after.update((value.name, node) for value in node.outputs)
+                if number in self.effectful:
+                    effect = node
+        return None
+
+    def contract(self, group: Collection[int], op: str, loc: str) -> int:
+        """Make the nodes of ``group`` one stage; `obstacle` must have found none. Returns its number."""
+        window = self._window(group)
+        made = {value.name for number in group for value in self.nodes[number].outputs}
+        first, last, begun = [], [], False
+        for number in window:
+            if number in group:
+                begun = begun or number in self.effectful
+                continue
+            node = self.nodes[number]
+            if not self.uses[number].isdisjoint(made) or (begun and number in self.effectful):
+                made.update(value.name for value in node.outputs)
+                begun = begun or number in self.effectful
+                last.append(number)
+            else:
+                first.append(number)
+        stage = self._replace([n for n in window if n in group], op, loc)
+        low = self.slot[window[0]]
+        slots = range(low, self.slot[window[-1]] + 1)
+        order: list[int | None] = [*first, stage, *last]
+        self.order[low : slots.stop] = order + [None] * (len(slots) - len(order))
+        for place, number in enumerate(order, low):
+            assert number is not None
+            self.slot[number] = place
+        return stage
+
+    def _replace(self, body: list[int], op: str, loc: str) -> int:
+        """Put a stage with this body in the tables, in place of its nodes."""
+        nodes = tuple(self.nodes[number] for number in body)
+        group = set(body)
+        outputs = tuple(
+            value
+            for node in nodes
+            for value in node.outputs
+            if not self.is_private(value.name, group)
+        )
+        uses = external_uses(nodes)
+        stage = len(self.slot)
+        self.nodes[stage] = Node(op, tuple(map(Ref, uses)), (), outputs, loc, nodes)
+        self.uses[stage] = frozenset(uses)
+        self.effectful.add(stage)
+        self.slot[stage] = -1
+        for name in self.uses[stage]:
+            self.readers[name] -= group
+            self.readers[name].add(stage)
+        self.maker.update((value.name, stage) for node in nodes for value in node.outputs)
+        return stage
+
+    def _window(self, group: Iterable[int]) -> list[int]:
+        """Numbers from the first to the last node of ``group``, in order."""
+        slots = [self.slot[number] for number in group]
+        return [n for n in self.order[min(slots) : max(slots) + 1] if n is not None]
+
+    def reach(self, group: Iterable[int]) -> int:
+        """How many places apart the first and the last of ``group`` are."""
+        slots = [self.slot[number] for number in group]
+        return max(slots) - min(slots)
+
+    def result(self) -> Graph:
+        """The graph as it stands."""
+        return self.graph.with_nodes(tuple(self.nodes[n] for n in self.order if n is not None))

@@ -1,0 +1,109 @@
+"""Removes what has no use: dead nodes, chains of views, casts and copies that change nothing."""
+
+from dataclasses import replace
+
+from iris.graph.nodes import Arg, Graph, Node, Ref, map_refs, rename
+from iris.graph.ops import effects
+from iris.graph.ops.views import permutation
+from iris.graph.passes.memory import RENAMES, base, exposed, may_alias
+from iris.graph.verify import infer_types
+
+RESHAPES = frozenset({"view", "_unsafe_view"})
+PERMUTES = frozenset({"t", "transpose", "permute"})
+COPIES = frozenset({"clone", "_to_copy"})
+
+
+def canonicalise(graph: Graph) -> Graph:
+    """``t(t(x)) => x``, ``view(view(x)) => view(x)``, ``clone(x) => x``; nodes nobody reads go.
+
+    Nodes with effects stay, read or not. A copy stays where the caller could tell: its memory reaches an output, or
+    its strides may not be those of what it copies.
+    """
+    return drop_dead(fold(graph))
+
+
+def drop_dead(graph: Graph) -> Graph:
+    """Without the nodes whose outputs nobody reads and that have no effects."""
+    live, kept = set(graph.live_out), []
+    for node in reversed(graph.nodes):
+        if any(value.name in live for value in node.outputs) or effects(node):
+            kept.append(node)
+            live.update(node.uses)
+    return graph.with_nodes(tuple(reversed(kept)))
+
+
+def fold(graph: Graph) -> Graph:
+    """Views of views made one, identities made nothing."""
+    folding = _Folding(graph)
+    nodes = tuple(folded for node in graph.nodes if (folded := folding.visit(node)))
+    if nodes == graph.nodes:
+        return graph
+    outputs = tuple(map_refs(arg, folding.current) for arg in graph.outputs)
+    writes = tuple((target, folding.names.get(value, value)) for target, value in graph.writes)
+    return replace(graph, nodes=nodes, outputs=outputs, writes=writes)
+
+
+class _Folding:
+    """One walk over a graph: who made each value, and by which name it goes now."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.types = graph.types
+        self.names: dict[str, str] = {}
+        self.makers: dict[str, Node] = {}
+        self.outputs = set(graph.live_out)
+        self.exposed = exposed(graph)
+
+    def current(self, name: str) -> Arg:
+        return Ref(self.names.get(name, name))
+
+    def visit(self, node: Node) -> Node | None:
+        """``node`` with its views folded; None if it is an identity."""
+        node = rename(node, self.names) if self.names else node
+        kind = base(node.op)
+        if kind in RESHAPES:
+            node = self._merge_views(node)
+        elif kind in PERMUTES:
+            node = self._merge_permutes(node)
+        if self._is_identity(node, kind):
+            self.names[node.out.name] = node.uses[0]
+            return None
+        self.makers.update((value.name, node) for value in node.outputs)
+        return node
+
+    def _merge_views(self, node: Node) -> Node:
+        inner = self.makers.get(node.uses[0])
+        if inner is None or inner.op not in RESHAPES or node.op not in RESHAPES:
+            return node
+        merged = replace(node, args=(inner.args[0], *node.args[1:]))
+        return merged if self._types_hold(merged) else node
+
+    def _merge_permutes(self, node: Node) -> Node:
+        inner = self.makers.get(node.uses[0])
+        if inner is None or base(inner.op) not in PERMUTES:
+            return node
+        first, second = (permutation(len(n.out.type.shape), n.args[1:]) for n in (inner, node))
+        order = tuple(first[d] for d in second)
+        return replace(node, op="permute", args=(inner.args[0], order), attrs=())
+
+    def _types_hold(self, node: Node) -> bool:
+        """Whether the rule still gives the types that the rest of the graph was made for."""
+        types = infer_types(node, self.types, self.graph.mesh)
+        return types == tuple(value.type for value in node.outputs)
+
+    def _is_identity(self, node: Node, kind: str) -> bool:
+        """Whether ``node`` gives back its operand, and nobody could tell the two apart."""
+        if kind in RESHAPES | PERMUTES | RENAMES and node.out.name not in self.outputs:
+            same = self.types[node.uses[0]] == node.out.type
+            order = permutation(len(node.out.type.shape), node.args[1:]) if kind in PERMUTES else []
+            return same and order == sorted(order) and len(node.uses) == 1
+        return kind in COPIES and self._is_plain_copy(node)
+
+    def _is_plain_copy(self, node: Node) -> bool:
+        """A copy of a dense intermediate, in its dtype and its strides, that stays inside the program."""
+        source = node.uses[0]
+        maker = self.makers.get(source)
+        dense = maker is not None and not may_alias(maker)
+        plain = all(key == "dtype" for key, _ in node.attrs) and len(node.args) == 1
+        same = self.types[source] == node.out.type
+        return dense and plain and same and node.out.name not in self.exposed

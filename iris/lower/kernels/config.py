@@ -1,0 +1,106 @@
+"""Launch configurations: what a planner or a tuner may choose, the defaults, and what the kernels are specialised on."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton.language as tl
+
+
+TRITON_DTYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float8_e5m2: tl.float8e5,
+    torch.int8: tl.int8,
+    torch.int32: tl.int32,
+}
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Tile and launch shape of a GEMM stage.
+
+    ``programs`` is how many programs run (0: one for each multiprocessor), ``group_m`` how many row tiles share a band of columns,
+    ``pieces`` in how many column pieces a tile is stored (1, 2 or 4), ``cut`` whether left-over tiles may be cut along the contracted
+    dim, ``tma`` whether tensor descriptors are used where they can be, ``copy`` the elements a program moves at a time.
+    """
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    warps: int = 8
+    stages: int = 4
+    group_m: int = 8
+    programs: int = 0
+    pieces: int = 4
+    cut: bool = True
+    tma: bool = True
+    copy: int = 16384
+
+
+# Small tiles for Triton's interpreter, which pays by the operation and not by the element.
+INTERPRETER = GemmConfig(16, 16, 16, warps=1, stages=1, programs=3, pieces=1, copy=256)
+
+
+def default_config(M: int, N: int, dtype: torch.dtype, device: torch.device) -> GemmConfig:
+    """The configuration for a product with [M, N] results where nothing was measured."""
+    if device.type == "cpu":
+        return INTERPRETER
+    wide = dtype.itemsize > 2  # fp32: half the depth of a 2-byte tile
+    if M <= 64:
+        return GemmConfig(64, 128, 64 if wide else 128, warps=4, stages=4, pieces=1, copy=4096)
+    if min(M, N) <= 128 or wide:
+        return GemmConfig(128, 128, 32 if wide else 64, stages=4, pieces=2)
+    return GemmConfig()
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """What a GEMM kernel is compiled for. The kernels see it as one constexpr, ``T``."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    pieces: int  # column pieces in which a tile is stored
+    slices: int  # column slices in which a part of a cut tile is kept
+    world: int
+    lanes: int  # world, rounded up to a power of two
+    rows: int  # of a block that is copied at a time
+    columns: int
+    dtype: Any  # element type of what is staged
+    acc: Any  # element type of accumulators
+    widen: bool  # operands to fp32 before a product (interpreter)
+    precision: str
+    weights: int = 1
+    zipped: int = 1  # weights that share one epilogue
+    a_mode: int = 0
+    b_mode: int = 0
+    out_tma: bool = False
+    meet: bool = False  # a shard is empty, or there is no tile: wait for all members all the same
+
+    @classmethod
+    def of(cls, config: GemmConfig, world: int, K: int, dtype: torch.dtype, interpreted: bool) -> "Tiling":
+        """The tiling for operands of ``dtype``, which are staged in rows of ``K`` elements."""
+        columns = min(1024, config.copy, max(16, 1 << max(0, K - 1).bit_length()))
+        tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+        return cls(
+            config.block_m,
+            config.block_n,
+            config.block_k,
+            config.pieces,
+            max(1, min(8, config.block_n // 32)),
+            world,
+            max(2, 1 << (world - 1).bit_length()),
+            max(1, config.copy // columns),
+            columns,
+            TRITON_DTYPES[dtype],
+            tl.int32 if dtype == torch.int8 else tl.float32,
+            interpreted and dtype.is_floating_point and dtype.itemsize < 4,
+            "tf32" if tf32 else "ieee",
+        )
+
+    def with_modes(self, **modes: Any) -> "Tiling":
+        """The same with other fields."""
+        return replace(self, **modes)

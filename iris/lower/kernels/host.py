@@ -1,0 +1,182 @@
+"""What every stage has on the host: symmetric workspace, operands for the kernels, and the share of each program."""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from iris import config
+from iris.errors import TimeoutError
+from iris.lower.kernels.config import TRITON_DTYPES, GemmConfig, Tiling
+from iris.lower.kernels.protocol import STATE_WORDS
+from iris.lower.kernels.schedule import make_schedule, tile_order
+
+POINTERS, TMA_K, TMA_R = 0, 1, 2  # as in gemm.py
+# How often a waiting program looks at its flags in a second, at most: sets how long a bounded wait may take.
+_LOOKS_A_SECOND = {"cpu": 20_000, "cuda": 2_000_000}
+
+class GroupLike(Protocol):
+    """What a stage needs of a group of ranks (`iris.runtime.groups.Group`)."""
+
+    index: int
+    size: int
+
+    def sync(self, tag: int, what: str) -> int: ...
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def shard_rows(rows: int, members: int) -> int:
+    """Rows of a full shard: torch.chunk's rule, by which the last shards may be smaller or empty."""
+    return max(1, -(-rows // members))
+
+
+def rows_of(rows: int, members: int, index: int) -> int:
+    """Rows that member ``index`` holds."""
+    shard = shard_rows(rows, members)
+    return max(0, min(shard, rows - index * shard))
+
+
+def interpreted() -> bool:
+    """Whether kernels of this process run in Triton's interpreter."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors that this process may use (its share, where ranks share a GPU under MPS)."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+class Workspace:
+    """Symmetric staging (two halves of ``half`` bytes) and flags of one stage, with its local counters.
+
+    ``staging`` and ``flags`` are int64[size]: where every member's are, as addressed from this process.
+    """
+
+    def __init__(self, ctx: Any, group: GroupLike, half: int, flags: int, what: str) -> None:
+        flag_bytes = round_up(max(1, 4 * flags), 256)
+        self.half = round_up(max(1, half), 256)
+        self.block = ctx.heap.allocate(flag_bytes + 2 * self.half, group)
+        self.block.tensor[:flag_bytes].zero_()
+        self.device = self.block.tensor.device
+        self.local = self.block.tensor[flag_bytes:]
+        self.flags = torch.tensor(self.block.peers, dtype=torch.int64, device=self.device)
+        self.staging = self.flags + flag_bytes
+        self.state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=self.device)
+        self.what = what
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        # No rank may set a flag before its owner has zeroed it.
+        group.sync(zlib.crc32(what.encode()) & 0x7FFFFFFF, what)
+
+    @property
+    def limit(self) -> int:
+        """Looks that a bounded wait takes before it gives up."""
+        return min(2**31 - 2048, int(config.timeout() * _LOOKS_A_SECOND[self.device.type]))
+
+    def check(self) -> None:
+        """Raise ``iris.TimeoutError`` if a launch gave up waiting for a peer. Waits for the device."""
+        failed = int(self.state[3])
+        if failed:
+            raise TimeoutError(
+                f"{self.what}: a peer's data of epoch {failed - 1} did not arrive within {config.timeout():g} s",
+                help="see whether every rank runs the same program; IRIS_TIMEOUT sets the limit",
+            )
+
+
+def operand_mode(x: Tensor, tma: bool) -> int:
+    """How an operand [rows, K] can be loaded: by tensor descriptor where strides and address permit, else by pointers."""
+    if not tma or 0 in x.shape or x.data_ptr() % 16 or x.dtype not in TRITON_DTYPES:
+        return POINTERS
+    item = x.element_size()
+    for mode, (outer, inner) in ((TMA_K, x.stride()), (TMA_R, x.stride()[::-1])):
+        # The matrix unit reads 2-byte types in either order, others only with the contracted dim contiguous.
+        if inner == 1 and outer > 0 and outer * item % 16 == 0 and (mode == TMA_K or item == 2):
+            return mode
+    return POINTERS
+
+
+def operand(x: Tensor, mode: int, block_rows: int, block_k: int) -> Any:
+    """What the kernel loads ``x`` [rows, K] from in this mode."""
+    if mode == TMA_K:
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), [block_rows, block_k])
+    if mode == TMA_R:
+        return TensorDescriptor(x.T, list(x.T.shape), list(x.T.stride()), [block_k, block_rows])
+    return x
+
+
+def common_mode(operands: Sequence[Tensor], tma: bool) -> int:
+    """The mode that all these operands can be loaded in."""
+    modes = {operand_mode(x, tma) for x in operands}
+    return modes.pop() if len(modes) == 1 else POINTERS
+
+
+def can_store_tma(outs: Sequence[Tensor], tma: bool) -> bool:
+    """Whether results can be stored through tensor descriptors."""
+    return tma and all(operand_mode(out, tma) == TMA_K for out in outs)
+
+
+def target(out: Tensor, T: Tiling) -> Any:
+    """What the kernel stores results to."""
+    if T.out_tma:
+        return TensorDescriptor(out, list(out.shape), list(out.stride()), [T.block_m, T.block_n // T.pieces])
+    return out
+
+
+def part_tiling(config: GemmConfig, world: int, dtype: torch.dtype, part: torch.dtype) -> Tiling:
+    """The tiling of a stage that sends parts of ``part`` type and sums them, a block of rows within a column tile at a time."""
+    T = Tiling.of(config, world, 1, dtype, interpreted())
+    rows = max(1, min(T.block_m, config.copy // 4 // T.block_n))
+    return T.with_modes(dtype=TRITON_DTYPES[part], rows=rows, columns=T.block_n)
+
+
+def product_modes(T: Tiling, x: Tensor, w: Tensor, config: GemmConfig) -> Tiling:
+    """The tiling with the ways in which ``x`` [M, K] and ``w`` [K, N] can be loaded."""
+    tma = config.tma and x.is_cuda
+    return T.with_modes(a_mode=operand_mode(x, tma), b_mode=operand_mode(w.T, tma))
+
+
+def tiles_of(M: int, N: int, T: Tiling) -> int:
+    """Output tiles of a product."""
+    return -(-M // T.block_m) * -(-N // T.block_n)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which program computes what, on the device (`iris.lower.kernels.schedule`), and memory for the parts of cut tiles."""
+
+    programs: int
+    heads: Tensor
+    table: Tensor
+    scratch: Tensor
+    counts: Tensor
+
+    @classmethod
+    def create(
+        cls, config: GemmConfig, T: Tiling, M: int, columns: Sequence[int], K: int, first_row: int, device: torch.device
+    ) -> "Share":
+        """Share the tiles of [M, columns[i]] results; rows from ``first_row`` come first."""
+        programs = config.programs or processors(device)
+        rows = -(-M // T.block_m)
+        orders = [
+            tile_order(rows, -(-n // T.block_n), config.group_m, first_row // T.block_m if rows else 0) for n in columns
+        ]
+        schedule = make_schedule(orders, max(1, -(-K // T.block_k)), programs, config.cut)
+        heads, table = schedule.pack(device)
+        acc = torch.int32 if T.acc == tl.int32 else torch.float32
+        size = schedule.parts * T.zipped * T.block_m * T.block_n
+        return cls(
+            programs,
+            heads,
+            table,
+            torch.empty(max(1, size), dtype=acc, device=device),
+            torch.zeros(max(1, schedule.cuts), dtype=torch.int32, device=device),
+        )

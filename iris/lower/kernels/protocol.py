@@ -1,0 +1,165 @@
+"""How the programs of a stage meet, on one rank and across ranks. Every kernel of this package is built on these few functions.
+
+NOTE [Epochs]
+A stage counts its launches: the epoch lives on the device (``state``), so a replayed CUDA graph goes on counting. The last program
+of a launch advances it. A flag is one int32 word that one rank writes and that only grows: "done in epoch e" is ``e + 1``, compared
+as a difference, so that it may wrap. Staging has two halves, used in turn by the parity of the epoch. A rank at epoch e + 2 cannot
+overwrite what a peer still reads at e: it has passed its waits of e + 1, so every peer has started e + 1, so has finished e. So every
+rank publishes in every launch, be its shard empty, and every launch waits for every member (``meet`` where its work does not).
+
+NOTE [Progress]
+Nothing waits for a program that has not started. Programs take their number in the order they start (``enter``), and work that
+others wait for is either taken by ticket, or done before its program first waits. A program that would wait for the tiles of all
+programs of a launch does so only if all of them have started; else it leaves that work to those that start later.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from iris.device.target import INTERPRETED, device_function
+
+# Words of a stage's local state (int32). EPOCH grows; the last program of a launch sets the others back to 0.
+EPOCH = tl.constexpr(0)
+STARTED = tl.constexpr(1)
+ARRIVED = tl.constexpr(2)
+FAILED = tl.constexpr(3)
+TICKETS = tl.constexpr(4)  # TICKETS + 2 i: tickets taken of work list i; TICKETS + 2 i + 1: items of it that are done
+STATE_WORDS = 16
+
+
+
+@tl.core.extern
+def _compiled_together(_semantic: Any = None) -> None:
+    if _semantic.builder.options.backend_name != "cuda":
+        return tl.debug_barrier(_semantic=_semantic)
+    zero = _semantic.to_tensor(0)
+    tl.inline_asm_elementwise(
+        "bar.sync 0; mov.u32 $0, $1;", "=r,r,~{memory}", [zero], tl.int32, is_pure=False, pack=1, _semantic=_semantic
+    )
+
+
+def _interpreted_together() -> None:
+    pass
+
+
+# All threads of this program meet. Unlike ``tl.debug_barrier``, it does not keep Triton from pipelining the loop that holds it.
+together = _interpreted_together if INTERPRETED.value else _compiled_together
+
+
+@device_function
+def enter(state):
+    """Return this launch's epoch and this program's number in the order of starting."""
+    epoch = tl.load(state + EPOCH)
+    number = tl.atomic_add(state + STARTED, 1, sem="relaxed", scope="gpu")
+    return epoch, number
+
+
+@device_function
+def leave(state, epoch):
+    """Count this program out. The last one prepares ``state`` for the next launch."""
+    together()
+    before = tl.atomic_add(state + ARRIVED, 1, sem="acq_rel", scope="gpu")
+    if before == tl.num_programs(0) - 1:
+        words = tl.arange(0, 16)
+        tl.store(state + words, tl.zeros((16,), tl.int32), mask=(words != EPOCH) & (words != FAILED))
+        tl.store(state + EPOCH, epoch + 1)
+
+
+@device_function
+def all_started(state):
+    """True once every program of this launch has started, so that waiting for any of them is safe."""
+    return tl.atomic_add(state + STARTED, 0, sem="relaxed", scope="gpu") == tl.num_programs(0)
+
+
+@device_function
+def ticket(state, work: tl.constexpr):
+    """Take the next item of a work list of this launch."""
+    return tl.atomic_add(state + (TICKETS + 2 * work), 1, sem="relaxed", scope="gpu")
+
+
+@device_function
+def finished(state, work: tl.constexpr, count, total, number):
+    """Report ``count`` items of a work list done. True for the one program whose report completes ``total``.
+
+    What all programs stored for their items happens before what that program does next. Of an empty list, program 0 is that one.
+    """
+    together()
+    last = (total == 0) & (number == 0)
+    if count > 0:
+        before = tl.atomic_add(
+            state + (TICKETS + 2 * work + 1), count, sem="acq_rel", scope="gpu"
+        )
+        last = before + count == total
+    return last
+
+
+@device_function
+def peer(table, index, dtype: tl.constexpr):
+    """The address of member ``index``'s block. Blocks and rows in them are 16-byte aligned."""
+    return tl.multiple_of(tl.cast(tl.load(table + index), tl.pointer_type(dtype)), 16)
+
+
+@device_function
+def publish(flags, index, epoch, W: tl.constexpr, LANES: tl.constexpr):
+    """Tell every member that what this rank's program stored before is there: their flag ``index`` becomes ``epoch + 1``."""
+    together()
+    members = tl.arange(0, LANES)
+    valid = members < W
+    words = tl.cast(tl.load(flags + members, mask=valid, other=0), tl.pointer_type(tl.int32))
+    tl.atomic_xchg(words + index, epoch + 1, mask=valid, sem="release", scope="sys")
+
+
+@device_function
+def publish_to(flags, member, index, epoch):
+    """As ``publish``, to one member. The caller has passed a ``tl.debug_barrier`` since its stores."""
+    word = tl.cast(tl.load(flags + member), tl.pointer_type(tl.int32)) + index
+    tl.atomic_xchg(word, epoch + 1, sem="release", scope="sys")
+
+
+@device_function
+def _behind(words, valid, epoch):
+    """How many epochs the slowest flag is short of ``epoch + 1``; 0 or less when none is."""
+    seen = tl.atomic_add(words, 0, mask=valid, sem="acquire", scope="sys")
+    return tl.max(tl.where(valid, epoch + 1 - seen, 0), axis=0)
+
+
+@device_function
+def wait(words, valid, epoch, state, limit):
+    """Wait until every flag in ``words`` says ``epoch + 1``. Reads after it see what was stored before the flags were set.
+
+    After ``limit`` looks it gives up: ``state[FAILED]`` then holds ``epoch + 1``, and no later wait of the stage waits.
+    """
+    behind = _behind(words, valid, epoch)
+    looks = 0
+    while (behind > 0) & (looks < limit):
+        behind = _behind(words, valid, epoch)
+        looks += 1
+        if looks % 1024 == 0:
+            if tl.load(state + FAILED, volatile=True) != 0:
+                looks = limit
+    if behind > 0:
+        tl.store(state + FAILED, epoch + 1)
+
+
+@device_function
+def wait_members(flags, first, last, epoch, state, limit, W: tl.constexpr, LANES: tl.constexpr, STEP):
+    """Wait for flag ``flags[m * STEP]`` of the members ``first <= m <= last``."""
+    members = tl.arange(0, LANES)
+    valid = (members >= first) & (members <= last) & (members < W)
+    wait(flags + members * STEP, valid, epoch, state, limit)
+
+
+@device_function
+def greet(flags, rank, number, epoch, W: tl.constexpr, LANES: tl.constexpr):
+    """Let program 0 tell every member that this launch has started. Goes with ``meet``."""
+    if number == 0:
+        publish(flags, rank, epoch, W, LANES)
+
+
+@device_function
+def meet(flags, number, epoch, state, limit, W: tl.constexpr, LANES: tl.constexpr):
+    """Let program 0 wait for every member, in a launch whose work may not."""
+    if number == 0:
+        wait_members(flags, 0, W - 1, epoch, state, limit, W, LANES, 1)

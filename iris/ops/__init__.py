@@ -1,0 +1,1 @@
+"""The host API: collectives at once (`functional`), `ctx.ops` and `ctx.ccl`."""

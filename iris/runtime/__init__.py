@@ -1,0 +1,3 @@
+"""What runs under every program: ranks, the symmetric heap, groups and barriers, and the
+launcher.
+"""

@@ -1,0 +1,207 @@
+"""The board: one small shared segment a rank, on which it tells its peers how far it is.
+
+NOTE [One writer a word]
+Every word has one writing rank, so no atomic read-modify-write is needed. Words are 8-byte
+aligned and read whole. What a word announces is written before the word. On x86-64 stores become
+visible in order; elsewhere ``fence`` makes it so (the kernel's scheduler passes a full memory
+barrier, which is the cheapest one that Python reaches).
+"""
+
+import os
+import platform
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from iris.errors import IrisError, PeerError
+from iris.runtime.segments import Address, Segment
+
+SLOTS = 512
+WHAT_BYTES = 1024
+CHUNK_BYTES = 8192
+_MESSAGE_BYTES = 8192
+_HEADER_BYTES = 16384
+_HALF_BYTES = WHAT_BYTES + 8 + CHUNK_BYTES
+_SLOT_BYTES = 64 + 2 * _HALF_BYTES
+
+OPEN, CLOSED, FAILED = range(3)
+_ORDERED_STORES = platform.machine() in ("x86_64", "AMD64")
+
+
+def fence() -> None:
+    """Make earlier writes visible before later ones (see NOTE [One writer a word])."""
+    if not _ORDERED_STORES:
+        os.sched_yield()
+
+
+class Slot:
+    """One rank's place in one group: two epoch words, and for each parity a text and a mailbox.
+
+    ``words[parity]`` is ``tag << 32 | epoch``; half ``parity`` of the rest belongs to that epoch.
+    """
+
+    def __init__(self, segment: Segment, index: int) -> None:
+        view = memoryview(segment.memory)
+        start = _HEADER_BYTES + index * _SLOT_BYTES
+        self.words = view[start + 8 : start + 24].cast("Q")
+        self._halves = [
+            view[start + 64 + p * _HALF_BYTES : start + 64 + (p + 1) * _HALF_BYTES] for p in (0, 1)
+        ]
+
+    def write_what(self, parity: int, what: str) -> None:
+        data = what.encode()[:WHAT_BYTES].ljust(WHAT_BYTES, b"\0")
+        self._halves[parity][:WHAT_BYTES] = data
+
+    def read_what(self, parity: int) -> str:
+        return bytes(self._halves[parity][:WHAT_BYTES]).rstrip(b"\0").decode(errors="replace")
+
+    def post(self, parity: int, total: int, chunk: bytes | memoryview) -> None:
+        """Put one chunk of a message of ``total`` bytes into the mailbox."""
+        half = self._halves[parity]
+        struct.pack_into("<q", half, WHAT_BYTES, total)
+        half[WHAT_BYTES + 8 : WHAT_BYTES + 8 + len(chunk)] = chunk
+
+    def fetch(self, parity: int, at: int) -> tuple[int, bytes]:
+        """Return the message's length and its chunk that starts at byte ``at``."""
+        half = self._halves[parity]
+        (total,) = struct.unpack_from("<q", half, WHAT_BYTES)
+        length = max(0, min(CHUNK_BYTES, total - at))
+        return total, bytes(half[WHAT_BYTES + 8 : WHAT_BYTES + 8 + length])
+
+
+class Page:
+    """One rank's segment: its state, its last words, and its table of slots."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        view = memoryview(segment.memory)
+        self._state = view[:16].cast("Q")  # state, number of slots in use
+        self._keys = view[64 : 64 + 8 * SLOTS].cast("Q")
+        self._message = view[_HEADER_BYTES - _MESSAGE_BYTES : _HEADER_BYTES]
+
+    @classmethod
+    def create(cls) -> "Page":
+        return cls(Segment.create(_HEADER_BYTES + SLOTS * _SLOT_BYTES, "board"))
+
+    @property
+    def state(self) -> int:
+        return self._state[0]
+
+    @property
+    def message(self) -> str:
+        return bytes(self._message).rstrip(b"\0").decode(errors="replace")
+
+    def leave(self, state: int, message: str = "") -> None:
+        """Tell peers that this rank will not answer any more. The first reason stands."""
+        if self.state == OPEN:
+            data = message.encode()[:_MESSAGE_BYTES]
+            self._message[: len(data)] = data
+            fence()
+            self._state[0] = state
+
+    def find(self, key: int) -> Slot | None:
+        """Return the slot that the page's rank opened for the group with this key, if it did."""
+        for index in range(self._state[1]):
+            if self._keys[index] == key:
+                return Slot(self.segment, index)
+        return None
+
+    def claim(self, key: int) -> Slot:
+        """Open a slot for a group (own page only)."""
+        found = self.find(key)
+        if found is not None:
+            return found
+        index = self._state[1]
+        if index == SLOTS:
+            raise IrisError(
+                f"this context has {SLOTS} groups already",
+                help="use one group object for one set of ranks, and close contexts you no longer use",
+            )
+        self._keys[index] = key
+        fence()
+        self._state[1] = index + 1
+        return Slot(self.segment, index)
+
+    def renew(self) -> None:
+        """Start again at epoch 0 in every group, as if nothing had failed."""
+        self._message[:] = bytes(_MESSAGE_BYTES)
+        for index in range(self._state[1]):
+            words = Slot(self.segment, index).words
+            words[0] = words[1] = 0
+        self._state[0] = OPEN
+
+
+@dataclass(frozen=True)
+class Contact:
+    """How one rank reaches another. ``started`` tells its process from a later one with the same
+    id.
+    """
+
+    rank: int
+    pid: int
+    started: str
+    address: Address
+
+
+class Board:
+    """All ranks' pages as this rank sees them, and whether the processes behind them still live."""
+
+    def __init__(self, rank: int, page: Page) -> None:
+        self.rank = rank
+        self.page = page
+        self.pid = os.getpid()
+        self.pages: dict[int, Page] = {rank: page}
+        self.contact = Contact(rank, self.pid, start_time(self.pid), page.segment.address)
+        self._contacts: dict[int, Contact] = {rank: self.contact}
+
+    def connect(self, contacts: list[Contact]) -> None:
+        """Open every peer's page. Raises ``PeerError`` naming a peer that is already gone."""
+        for contact in contacts:
+            if contact.rank == self.rank:
+                continue
+            self._contacts[contact.rank] = contact
+            if self._is_dead(contact.rank):
+                raise PeerError(f"rank {contact.rank} (pid {contact.pid}) died in start-up")
+            self.pages[contact.rank] = Page(Segment.open(contact.address))
+
+    def trouble(self, rank: int) -> str | None:
+        """Say why ``rank`` will not answer any more, or None if it may."""
+        if rank == self.rank:
+            return None
+        page = self.pages[rank]
+        if page.state == FAILED:
+            return f"rank {rank} failed: {page.message}"
+        if page.state == CLOSED:
+            return f"rank {rank} closed its context"
+        if self._is_dead(rank):
+            return f"rank {rank} (pid {self._contacts[rank].pid}) died"
+        return None
+
+    def _is_dead(self, rank: int) -> bool:
+        contact = self._contacts[rank]
+        return start_time(contact.pid) != contact.started
+
+    def check_process(self) -> None:
+        """Refuse to work in a process forked after the context was made."""
+        if os.getpid() != self.pid:
+            raise IrisError(
+                f"this iris context belongs to process {self.pid}, and this is a fork of it "
+                f"(process {os.getpid()})",
+                help="start ranks with iris.launch or torchrun; fork helpers before iris.iris()",
+            )
+
+    def leave(self, state: int, message: str = "") -> None:
+        """Tell peers that this rank will not answer any more, and why. The first reason stands."""
+        if os.getpid() == self.pid:
+            self.page.leave(state, message)
+
+
+def start_time(pid: int) -> str:
+    """Return when a running process started, in the kernel's ticks; "" for one that is gone or a
+    zombie.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]

@@ -1,0 +1,430 @@
+"""The Iris class: the symmetric heap and its peers, as seen from one rank."""
+
+import atexit
+import json
+import os
+import sys
+import weakref
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from iris import config
+from iris.errors import ConfigError, IrisError, UnsupportedError
+from iris.logging import RankLogging
+from iris.runtime.board import CLOSED, FAILED, Board, Contact, Page
+from iris.runtime.broadcast import broadcast
+from iris.runtime.creation import Creation
+from iris.runtime.devices import Placement, compute_units, sharing
+from iris.runtime.groups import Group
+from iris.runtime.heap import Heap, slab_bytes
+from iris.runtime.rendezvous import Rendezvous
+from iris.runtime.segments import Address
+from iris.runtime.slabs import Slab, create_slab
+
+if TYPE_CHECKING:
+    from iris.device.barrier import DeviceBarrier
+    from iris.device.watch import Watch
+
+Ranks = Sequence[int] | dist.ProcessGroup | None
+
+_current: "Iris | None" = None
+
+
+def iris(
+    heap_size: int = 1 << 30,
+    allocator_type: str = "torch",
+    engines: str | Sequence[str] = (),
+) -> "Iris":
+    """Create the context of this rank, make it the current one, and return it. Collective over
+    the world.
+
+    ``heap_size`` is in bytes for each rank. ``allocator_type`` is "torch", "vmem" or "symm_mem"
+    (``IRIS_ALLOCATOR`` overrides it). Ranks are found from torch.distributed, from torchrun's or
+    ``iris.launch``'s variables, or else this process is a world of one.
+
+    Example::
+
+        ctx = iris.iris(1 << 30)
+        x = ctx.zeros(1024, 1024)
+    """
+    return Iris.create(heap_size, allocator_type, engines)
+
+
+def current() -> "Iris":
+    """Return the current context. Raises ``IrisError`` when there is none."""
+    if _current is None:
+        raise IrisError("there is no iris context", help="call ctx = iris.iris() on every rank")
+    return _current
+
+
+def current_or_none() -> "Iris | None":
+    """Return the current context, or None."""
+    return _current
+
+
+class Iris(Creation, RankLogging):
+    """One rank's view of the world: its heap, its peers, barriers, and torch-style tensors on the
+    heap.
+
+    Made by ``iris.iris()``. Leaving it as a context manager closes it.
+
+    Example::
+
+        with iris.iris(1 << 20) as ctx:
+            x = ctx.ones(8)
+            ctx.barrier()
+    """
+
+    watch: "Watch"
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        board: Board,
+        world: Group,
+        slab: Slab,
+        heap: Heap,
+        gpu_ranks: int,
+    ) -> None:
+        self.cur_rank = rendezvous.rank
+        self.num_ranks = rendezvous.size
+        self.heap = heap
+        self.device = heap.device
+        self.world = world
+        self.ranks_on_device = gpu_ranks
+        self._board = board
+        self._slab = slab
+        self._groups: dict[tuple[int, ...], Group] = {world.ranks: world}
+        self._tables: dict[str, Tensor] = {}
+        self._barriers: dict[int, DeviceBarrier] = {}
+        self._closed = False
+
+    @classmethod
+    def create(
+        cls, heap_size: int, allocator_type: str, engines: str | Sequence[str] = ()
+    ) -> "Iris":
+        """Meet the other ranks and build the heap. See ``iris``."""
+        kind = _checked(heap_size, allocator_type, engines)
+        rendezvous = Rendezvous.join()
+        placement = Placement.choose(rendezvous.local_rank)
+        board = Board(rendezvous.rank, Page.create())
+        try:
+            return cls._build(rendezvous, placement, board, heap_size, kind)
+        except BaseException as error:
+            board.leave(FAILED, describe(error))
+            raise
+
+    @classmethod
+    def _build(
+        cls, rendezvous: Rendezvous, placement: Placement, board: Board, heap_size: int, kind: str
+    ) -> "Iris":
+        uuids = _meet(rendezvous, board, placement)
+        world = Group(board, None, range(rendezvous.size))
+        what = (
+            f"iris.iris(heap_size={heap_size}, allocator_type={kind!r}) on {placement.device.type}"
+        )
+        world.sync(zlib.crc32(what.encode()), what)
+        board.page.segment.seal()
+        gpus = len({uuid for uuid in uuids if uuid != "cpu"})
+        if not dist.is_initialized():
+            rendezvous.init_process_group(own_gpu=gpus == rendezvous.size)
+        slab = create_slab(kind, placement.device, world, slab_bytes(heap_size))
+        heap = world.heap = Heap(slab, world, heap_size, placement.device)
+        self = cls(rendezvous, board, world, slab, heap, sharing(uuids, rendezvous.rank))
+        self.watch = _watch(self)
+        self._become_current()
+        if self.cur_rank == 0 and 0 < gpus < self.num_ranks:
+            self.info(f"simulation: {self.num_ranks} ranks run on {gpus} GPU{'s' * (gpus > 1)}")
+        return self
+
+    def group(self, ranks: Ranks = None) -> Group:
+        """Return the group of ``ranks`` (global ranks in any order, or a ProcessGroup; None is
+        the world).
+
+        The same object each time. Raises ``IrisError`` when this rank is not in it.
+        """
+        if ranks is None:
+            return self.world
+        if isinstance(ranks, dist.ProcessGroup):
+            ranks = dist.get_process_group_ranks(ranks)
+        key = tuple(int(rank) for rank in ranks)
+        if key not in self._groups:
+            self._check_ranks(key)
+            self._groups[key] = Group(self._board, self.heap, key)
+        return self._groups[key]
+
+    def barrier(self, stream: "torch.cuda.Stream | None" = None, group: Ranks = None) -> None:
+        """Wait for this rank's GPU (or only for ``stream``), then for every rank of ``group``.
+
+        Raises ``PeerError`` for a rank that is gone and ``TimeoutError`` for one that does not
+        come.
+        """
+        if stream is not None:
+            stream.synchronize()
+        elif self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.heap.check_guards()
+        members = self.group(group)
+        members.sync(_BARRIER, f"barrier of ranks {members.ranks}")
+
+    def broadcast(
+        self, value: Any, src: int = 0, *, group: Ranks = None, as_tensor: bool = False
+    ) -> Any:
+        """Return rank ``src``'s value on every rank of ``group``. ``src`` is a global rank;
+        others may pass None.
+
+        Tensors and arrays come back as numpy arrays (bfloat16 and fp8, which numpy lacks, as
+        float32 of the same values), or with ``as_tensor`` as a tensor of the sent dtype on this
+        rank's device. Anything else is pickled and keeps its type.
+
+        Example::
+
+            seed = ctx.broadcast(42 if ctx.cur_rank == 0 else None, src=0)
+        """
+        return broadcast(self.group(group), value, src, as_tensor, self.device)
+
+    def device_barrier(self, group: Ranks = None) -> None:
+        """Make the current stream wait for every rank of ``group``, without the host. May be
+        captured in a CUDA graph.
+
+        A group's first call meets the members on the host, also during a capture; it allocates
+        nothing.
+        """
+        from iris.device.barrier import DeviceBarrier  # brings in triton
+
+        members = self.group(group)
+        if members.key not in self._barriers:
+            taken = [barrier.row for barrier in self._barriers.values()]
+            self._barriers[members.key] = DeviceBarrier.create(self, members, taken)
+        self._barriers[members.key]()
+
+    def get_rank(self) -> int:
+        """Return this process's rank, from 0."""
+        return self.cur_rank
+
+    def get_num_ranks(self) -> int:
+        """Return how many ranks the world has."""
+        return self.num_ranks
+
+    def get_device(self) -> torch.device:
+        """Return the device that the heap is on."""
+        return self.device
+
+    def get_device_id(self) -> int:
+        """Return the ordinal of this rank's GPU in this process; 0 on CPU ranks. Ranks may share
+        one.
+        """
+        return self.device.index or 0
+
+    def get_cu_count(self) -> int:
+        """Return the number of compute units (SMs) of this rank's GPU; of CPU cores on CPU ranks."""
+        return compute_units(self.device)
+
+    def get_usable_units(self) -> int:
+        """Return how many compute units this rank may fill with a persistent grid: its share
+        where ranks share a GPU.
+
+        Under an MPS partition (``CUDA_MPS_ACTIVE_THREAD_PERCENTAGE``) the driver reports the
+        partition, and all of it is usable.
+        """
+        units = self.get_cu_count()
+        if "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" in os.environ:
+            return units
+        return max(1, units // self.ranks_on_device)
+
+    def get_heap_bases(self) -> Tensor:
+        """Return uint64[num_ranks]: the address, in this process, of each rank's heap."""
+        return self._table("bases", self.heap.bases, torch.uint64)
+
+    def get_device_context(self) -> Tensor:
+        """Return int64[2 + num_ranks] for ``DeviceContext.initialize``: rank, world size, heap
+        bases.
+        """
+        values = (self.cur_rank, self.num_ranks, *self.heap.bases)
+        return self._table("context", values, torch.int64)
+
+    def get_copy_engine_ctx(self) -> Tensor | None:
+        """Return the copy engine's device context: None, as this context has no copy engine."""
+        return None
+
+    def put(self, *args: Any, **kwargs: Any) -> None:
+        """Copy through the copy engine. Raises ``UnsupportedError`` (a RuntimeError): it is
+        disabled.
+        """
+        raise _no_copy_engine("put")
+
+    def put_tile(self, *args: Any, **kwargs: Any) -> None:
+        """Copy a tile through the copy engine. Raises like ``put``."""
+        raise _no_copy_engine("put_tile")
+
+    def put_tiles(self, *args: Any, **kwargs: Any) -> None:
+        """Copy tiles through the copy engine. Raises like ``put``."""
+        raise _no_copy_engine("put_tiles")
+
+    def quiet(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for the copy engine. Raises like ``put``."""
+        raise _no_copy_engine("quiet")
+
+    def close(self) -> None:
+        """Leave the world: free the heap and tell peers. Tensors of this heap must not be used by
+        peers any more.
+        """
+        self._leave(CLOSED)
+
+    def fail(self, message: str) -> None:
+        """Tell peers that this rank failed, so that those who wait for it raise ``PeerError``
+        with ``message``.
+        """
+        self._board.page.leave(FAILED, message)
+
+    def renew(self) -> None:
+        """Forget failures and unfinished waits. Only while no rank is in any call (``RankPool``
+        between tasks).
+        """
+        self._board.page.renew()
+        for group in self._groups.values():
+            group.renew()
+
+    def __enter__(self) -> "Iris":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.fail(describe(error))
+        self.close()
+
+    def _table(self, name: str, values: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if name not in self._tables:
+            self._tables[name] = torch.tensor(values, dtype=dtype, device=self.device)
+        return self._tables[name]
+
+    def _check_ranks(self, ranks: tuple[int, ...]) -> None:
+        bad = [rank for rank in ranks if not 0 <= rank < self.num_ranks]
+        if bad or len(set(ranks)) != len(ranks):
+            raise IrisError(
+                f"group {ranks}: ranks must be different numbers from 0 to {self.num_ranks - 1}"
+            )
+        if self.cur_rank not in ranks:
+            raise IrisError(
+                f"rank {self.cur_rank} is not in the group {ranks}",
+                help="call it only on the ranks of the group",
+            )
+
+    def _become_current(self) -> None:
+        global _current
+        _current = self
+        atexit.register(_leave_at_exit, weakref.ref(self))
+
+    def _leave(self, state: int, message: str = "") -> None:
+        global _current
+        if self._closed:
+            return
+        self._closed = True
+        if _current is self:
+            _current = None
+        self._board.leave(state, message)
+        self._slab.close()
+
+
+_BARRIER = zlib.crc32(b"barrier")
+
+
+def _watch(ctx: Iris) -> "Watch":
+    from iris.device.watch import Watch  # the device package brings in triton
+
+    return Watch.create(ctx, config.timeout())
+
+
+def describe(error: BaseException) -> str:
+    """Return the error as one line and its message, as peers quote it."""
+    return f"{type(error).__name__}: {error}"
+
+
+def _leave_at_exit(ref: "weakref.ref[Iris]") -> None:
+    """Say at interpreter exit why this rank leaves: peers that wait for it then quote the
+    exception.
+    """
+    self = ref()
+    if self is None or os.getpid() != self._board.pid:
+        return
+    error = getattr(sys, "last_value", None)
+    if error is not None:
+        self._leave(FAILED, describe(error))
+    else:
+        self.close()
+
+
+def _meet(rendezvous: Rendezvous, board: Board, placement: Placement) -> list[str]:
+    """Exchange contacts with all ranks and open their boards. Return every rank's device uuid."""
+    own = board.contact
+    card = {
+        "host": _host(),
+        "uuid": placement.uuid,
+        "pid": own.pid,
+        "started": own.started,
+        "fd": own.address.fd,
+        "nbytes": own.address.nbytes,
+        "secret": own.address.secret.hex(),
+    }
+    number = rendezvous.count("contexts")
+    cards = [
+        json.loads(text)
+        for text in rendezvous.gather("iris.iris", f"cards/{number}", json.dumps(card))
+    ]
+    away = [rank for rank, other in enumerate(cards) if other["host"] != card["host"]]
+    if away:
+        raise UnsupportedError(
+            f"ranks {away} run on another host or in another container than rank {own.rank}",
+            help="the symmetric heap spans one host: start all ranks there",
+        )
+    board.connect([_contact(rank, other) for rank, other in enumerate(cards)])
+    return [other["uuid"] for other in cards]
+
+
+def _contact(rank: int, card: dict[str, Any]) -> Contact:
+    address = Address(card["pid"], card["fd"], card["nbytes"], bytes.fromhex(card["secret"]))
+    return Contact(rank, address.pid, card["started"], address)
+
+
+def _no_copy_engine(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name} needs the copy engine, which is disabled in this context",
+        help="use torch's copy_ on ctx.heap.peer_tensor(...), or iris.put inside a kernel",
+    )
+
+
+def _host() -> str:
+    """Name what shared memory can span: one boot of one kernel, one process namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return os.uname().nodename
+
+
+def _checked(heap_size: int, allocator_type: str, engines: str | Sequence[str]) -> str:
+    """Check the arguments of ``iris`` and return the kind of allocator in force."""
+    if heap_size <= 0:
+        raise ConfigError(f"heap_size={heap_size!r} must be a number of bytes above 0")
+    kind = config.allocator.parse_text(os.environ.get(config.allocator.name) or allocator_type)
+    names = (engines,) if isinstance(engines, str) else tuple(engines)
+    unknown = [name for name in names if name != "sdma"]
+    if unknown:
+        raise ConfigError(f"engines={engines!r} is not allowed", help="use () or ('sdma',)")
+    if names:
+        raise UnsupportedError(
+            "the SDMA copy engine is not in this version", help="leave engines=() out"
+        )
+    return kind

@@ -1,0 +1,66 @@
+"""Which device a rank works on, and which ranks share one."""
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from iris import config
+from iris.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A rank's device, and a name for it that means the same in every process (unlike the
+    ordinal).
+    """
+
+    device: torch.device
+    uuid: str
+
+    @classmethod
+    def choose(cls, local_rank: int) -> "Placement":
+        """Take the device that the program chose, else the one of this local rank, else the CPU."""
+        wanted = config.device()
+        if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+            return cls(torch.device("cpu"), "cpu")
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "IRIS_DEVICE=cuda, but this process sees no GPU",
+                help="check CUDA_VISIBLE_DEVICES, or set IRIS_DEVICE=auto",
+            )
+        index = _index(local_rank)
+        torch.cuda.set_device(index)
+        uuid = str(torch.cuda.get_device_properties(index).uuid)
+        return cls(torch.device("cuda", index), uuid)
+
+
+def _index(local_rank: int) -> int:
+    bound = getattr(dist.group.WORLD, "bound_device_id", None) if dist.is_initialized() else None
+    if bound is not None:
+        return int(bound.index)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.cuda.current_device()
+    return local_rank % torch.cuda.device_count()
+
+
+def sharing(uuids: Sequence[str], rank: int) -> int:
+    """Return how many ranks, this one included, work on this rank's GPU (1 on CPU ranks)."""
+    return 1 if uuids[rank] == "cpu" else Counter(uuids)[uuids[rank]]
+
+
+def compute_units(device: torch.device) -> int:
+    """Return the number of SMs or CUs of a GPU; for CPU ranks, of the cores this process may use."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return available_cores()
+
+
+def available_cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,211 @@
+"""Groups of ranks: the host barrier that everything else is built on, and messages over it.
+
+NOTE [Staging parity]
+Everything a group shares is kept twice, by the parity of the epoch. A rank writes for epoch e + 2
+only after it saw every member publish e + 1, and a member publishes e + 1 only when it has
+finished reading e. So no second barrier is needed after reading.
+"""
+
+import hashlib
+import os
+import pickle
+import struct
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from iris import config
+from iris.errors import CollectiveMismatchError, IrisError, PeerError, TimeoutError
+from iris.runtime.board import CHUNK_BYTES, Board, Slot, fence
+
+if TYPE_CHECKING:
+    from iris.runtime.heap import Block, Heap
+
+_LOW = 0xFFFFFFFF
+_SPINS = 400  # yields before the first sleep: about 100 us on an idle core
+_CHECK_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class Staging:
+    """Two buffers of equal size on every member's heap, one for each parity of the epoch (see
+    NOTE [Staging parity]).
+    """
+
+    block: "Block"
+    nbytes: int
+
+    def local(self, parity: int) -> Tensor:
+        """Return this rank's buffer as uint8[nbytes]."""
+        return self.block.tensor[parity * self.nbytes : (parity + 1) * self.nbytes]
+
+    def peer(self, index: int, parity: int) -> Tensor:
+        """Return the buffer of member ``index`` as uint8[nbytes], mapped here."""
+        return self.block.peer(index)[parity * self.nbytes : (parity + 1) * self.nbytes]
+
+
+class Group:
+    """Some ranks of the world, in an order of their own; every method is collective over them.
+
+    Groups are isolated from each other: a rank may be in many, and waits in one are never met by
+    calls in another.
+
+    Example::
+
+        pair = ctx.group([0, 2])
+        pair.sync(tag=7, what="before the update")
+        names = pair.exchange_object("names", socket.gethostname())
+    """
+
+    def __init__(self, board: Board, heap: "Heap | None", ranks: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+        self.size = len(self.ranks)
+        self.index = self.ranks.index(board.rank)
+        self.key = _key(self.ranks)
+        self.epoch = 0
+        self.heap = heap
+        self._board = board
+        self._slot = board.page.claim(self.key)
+        self._slots: list[Slot | None] = [None] * self.size
+        self._slots[self.index] = self._slot
+        self._said = ["", ""]
+        self._staging: Staging | None = None
+
+    def __repr__(self) -> str:
+        return f"Group(ranks={self.ranks}, epoch={self.epoch})"
+
+    def sync(self, tag: int, what: str) -> int:
+        """Wait until every member has called ``sync`` with this 32-bit tag, and return the new
+        epoch.
+
+        Raises on every member ``CollectiveMismatchError`` where the tags differ (the group stays
+        usable), ``PeerError`` where a member died, closed or failed, and ``TimeoutError`` after
+        ``IRIS_TIMEOUT`` seconds; each quotes ``what``.
+        """
+        self._board.check_process()
+        epoch = self.epoch + 1
+        parity = epoch & 1
+        if self._said[parity] != what:
+            self._slot.write_what(parity, what)
+            self._said[parity] = what
+        word = (tag & _LOW) << 32 | (epoch & _LOW)
+        fence()
+        self._slot.words[parity] = word
+        agreed = True
+        for index, slot in enumerate(self._slots):
+            if slot is None or slot.words[parity] != word:
+                agreed &= self._wait(index, parity, word, what)
+        fence()
+        self.epoch = epoch
+        if not agreed:
+            raise self._mismatch(parity, word)
+        return epoch
+
+    def exchange(self, what: str, payload: bytes) -> list[bytes]:
+        """Return every member's payload, in group order. Payloads may have any length, and differ
+        in it.
+        """
+        tag = zlib.crc32(b"exchange:" + what.encode())
+        parts: list[list[bytes]] = [[] for _ in range(self.size)]
+        longest, at = 1, 0
+        while at < longest:
+            parity = (self.epoch + 1) & 1
+            self._slot.post(parity, len(payload), payload[at : at + CHUNK_BYTES])
+            self.sync(tag, what)
+            for slot, part in zip(self._slots, parts, strict=True):
+                assert slot is not None  # sync has met every member
+                total, chunk = slot.fetch(parity, at)
+                part.append(chunk)
+                longest = max(longest, total)
+            at += CHUNK_BYTES
+        return [b"".join(part) for part in parts]
+
+    def exchange_object(self, what: str, obj: object) -> list[object]:
+        """Return every member's object, in group order (pickled; peers are processes of the same
+        user).
+        """
+        return [pickle.loads(data) for data in self.exchange(what, pickle.dumps(obj))]
+
+    def staging(self, nbytes: int) -> Staging:
+        """Return two symmetric buffers of at least ``nbytes`` each. Collective when they must
+        grow; they never shrink.
+        """
+        if self._staging is None or self._staging.nbytes < nbytes:
+            if self.heap is None:
+                raise IrisError("this group has no heap")
+            size = max(256, 1 << (nbytes - 1).bit_length())
+            self._staging = Staging(self.heap.allocate(2 * size, self), size)
+        return self._staging
+
+    def renew(self) -> None:
+        """Start again at epoch 0. Only after every member has left every wait (see ``RankPool``)."""
+        self.epoch = 0
+        self._said = ["", ""]
+
+    def _wait(self, index: int, parity: int, word: int, what: str) -> bool:
+        """Wait for one member to publish this epoch. Return whether its tag is the same."""
+        spins = 0
+        started = checked = time.monotonic()
+        while True:
+            seen = self._seen(index, parity)
+            if (seen ^ word) & _LOW == 0:
+                return seen == word
+            spins += 1
+            if spins < _SPINS:
+                os.sched_yield()
+                continue
+            now = time.monotonic()
+            time.sleep(min(1e-3, 5e-5 + (now - started) / 100))
+            if now - checked > _CHECK_SECONDS:
+                checked = now
+                self._check(parity, word, what, now - started)
+
+    def _seen(self, index: int, parity: int) -> int:
+        slot = self._slots[index]
+        if slot is None:
+            slot = self._slots[index] = self._board.pages[self.ranks[index]].find(self.key)
+        return 0 if slot is None else slot.words[parity]
+
+    def _check(self, parity: int, word: int, what: str, waited: float) -> None:
+        # A peer may publish and then leave: look at its state first and at its word after that.
+        troubles = {rank: self._board.trouble(rank) for rank in self.ranks}
+        missing = [
+            rank
+            for index, rank in enumerate(self.ranks)
+            if (self._seen(index, parity) ^ word) & _LOW
+        ]
+        reasons = [text for rank in missing if (text := troubles[rank]) is not None]
+        me = self._board.rank
+        if reasons:
+            raise PeerError("; ".join(reasons) + f"\n  rank {me} was waiting for it in: {what}")
+        if missing and waited > config.timeout():
+            raise TimeoutError(
+                f"{what}: rank {me} waited {waited:.1f} s for {_names(missing)}",
+                help="every rank must make the same calls in the same order; "
+                f"raise IRIS_TIMEOUT (now {config.timeout():g} s) if they are only slow",
+            )
+
+    def _mismatch(self, parity: int, word: int) -> CollectiveMismatchError:
+        lines = []
+        for rank, slot in zip(self.ranks, self._slots, strict=True):
+            assert slot is not None  # sync has met every member
+            lines.append(f"  rank {rank}: {slot.read_what(parity)}")
+        return CollectiveMismatchError(
+            "ranks of one group are in different calls\n" + "\n".join(lines),
+            help="every rank of a group must make the same calls, with the same shapes and dtypes",
+        )
+
+
+def _names(ranks: Sequence[int]) -> str:
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {', '.join(map(str, ranks))}"
+
+
+def _key(ranks: Sequence[int]) -> int:
+    """Return a number other than 0 that is different for different rank tuples."""
+    packed = struct.pack(f"<{len(ranks)}q", *ranks)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") or 1

@@ -1,0 +1,180 @@
+"""Slabs: one range of memory a rank, mapped into every rank. The heap cuts blocks out of it."""
+
+import ctypes
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from iris.runtime.driver import Driver
+from iris.runtime.groups import Group
+from iris.runtime.segments import Address, Segment
+
+
+class Slab(Protocol):
+    """Symmetric memory as a provider gives it. Making one is collective over the world group.
+
+    ``bases[rank]`` is the address, in this process, of that rank's memory.
+    """
+
+    nbytes: int
+    bases: tuple[int, ...]
+
+    def commit(self, group: Group, offsets: Sequence[int], nbytes: int) -> None:
+        """Back ``nbytes`` at ``offsets[i]`` of each member with memory that all members can
+        address.
+
+        Collective over ``group``. A provider that does so from the start returns at once.
+        """
+
+    def owner(self, rank: int, offset: int, nbytes: int) -> object:
+        """Return a weakly referable object that stands for a range of a rank's memory."""
+
+    def tensor(self, owner: object) -> Tensor:
+        """Return uint8[nbytes] over a range. For this rank's own memory its storage holds
+        ``owner``.
+        """
+
+    def close(self) -> None:
+        """Let go of the memory. This rank's own stays mapped while tensors use it."""
+
+
+class SharedSlab:
+    """Slab of CPU ranks: a shared-memory segment for each."""
+
+    def __init__(self, segments: list[Segment], nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.bases = tuple(segment.base for segment in segments)
+        self._segments = segments
+
+    @classmethod
+    def create(cls, world: Group, nbytes: int) -> "SharedSlab":
+        """Make this rank's segment and map all others."""
+        own = Segment.create(nbytes, "heap")
+        segments = []
+        for index, address in enumerate(world.exchange_object("share the heap", own.address)):
+            assert isinstance(address, Address)
+            segments.append(own if index == world.index else Segment.open(address))
+        world.sync(0, "map the heaps")
+        own.seal()
+        return cls(segments, nbytes)
+
+    def commit(self, group: Group, offsets: Sequence[int], nbytes: int) -> None:
+        """Do nothing: the kernel gives pages when they are touched."""
+
+    def owner(self, rank: int, offset: int, nbytes: int) -> object:
+        return (ctypes.c_ubyte * nbytes).from_buffer(self._segments[rank].memory, offset)
+
+    def tensor(self, owner: object) -> Tensor:
+        return torch.frombuffer(owner, dtype=torch.uint8)
+
+    def close(self) -> None:
+        self._segments = []
+
+
+class Mapping:
+    """One rank's device memory as mapped here; ``release`` runs when nothing refers to it any
+    more.
+    """
+
+    def __init__(self, address: int, release: Callable[[], object]) -> None:
+        self.address = address
+        weakref.finalize(self, release).atexit = False  # the driver does it at the end of a process
+
+
+class _Range:
+    """A range of a mapping, in the form that torch takes foreign device memory."""
+
+    def __init__(self, mapping: Mapping, offset: int, nbytes: int, local: bool) -> None:
+        self.address = mapping.address + offset
+        self.nbytes = nbytes
+        self.local = local
+        self._mapping = mapping
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "version": 3,
+        }
+
+
+class DeviceSlab:
+    """Slab of GPU ranks over any mappings; by default one allocation a rank, shared by an IPC
+    handle.
+    """
+
+    def __init__(self, mappings: Sequence[Mapping], nbytes: int, device: torch.device, rank: int):
+        self.nbytes = nbytes
+        self.bases = tuple(mapping.address for mapping in mappings)
+        self._mappings = tuple(mappings)
+        self._device = device
+        self._rank = rank
+
+    @classmethod
+    def create(cls, world: Group, nbytes: int, device: torch.device) -> "DeviceSlab":
+        """Allocate this rank's memory and open all others'."""
+        torch.cuda.synchronize(device)  # makes its context current
+        driver = Driver.load()
+        base = driver.allocate(nbytes)
+        mappings = []
+        for index, handle in enumerate(world.exchange("share the heap", driver.export(base))):
+            if index == world.index:
+                mappings.append(Mapping(base, lambda: driver.free(base)))
+            else:
+                peer = driver.open(handle)
+                mappings.append(Mapping(peer, lambda peer=peer: driver.close(peer)))  # type: ignore[misc]
+        world.sync(0, "map the heaps")
+        return cls(mappings, nbytes, device, world.index)
+
+    def commit(self, group: Group, offsets: Sequence[int], nbytes: int) -> None:
+        """Do nothing: the memory is there from the start."""
+
+    def owner(self, rank: int, offset: int, nbytes: int) -> object:
+        return _Range(self._mappings[rank], offset, nbytes, rank == self._rank)
+
+    def tensor(self, owner: object) -> Tensor:
+        assert isinstance(owner, _Range)
+        if owner.local:
+            return torch.as_tensor(owner, device=self._device)
+        # torch would place a peer's memory on the peer's device; here it is memory that this
+        # device reads.
+        storage = torch._C._construct_storage_from_data_pointer(
+            owner.address, self._device, owner.nbytes
+        )
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+
+    def close(self) -> None:
+        self._mappings = ()
+
+
+def create_slab(kind: str, device: torch.device, world: Group, nbytes: int) -> Slab:
+    """Make the slab that ``allocator_type`` names, on ``device``. Collective over the world.
+
+    CPU ranks have one kind of memory, whatever is asked for.
+    """
+    if device.type == "cpu":
+        return SharedSlab.create(world, nbytes)
+    if kind == "vmem":
+        from iris.runtime.vmem import VirtualSlab  # needs cuda-bindings
+
+        return VirtualSlab.create(world, nbytes, device)
+    if kind == "symm_mem":
+        return _torch_symmetric(world, nbytes, device)
+    return DeviceSlab.create(world, nbytes, device)
+
+
+def _torch_symmetric(world: Group, nbytes: int, device: torch.device) -> Slab:
+    """Let torch's symmetric memory provide the slab."""
+    import torch.distributed as dist
+    from torch.distributed import _symmetric_memory as symm_mem
+
+    tensor = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+    handle = symm_mem.rendezvous(tensor, dist.group.WORLD)
+    held = [tensor, handle]
+    mappings = [Mapping(address, held.copy) for address in handle.buffer_ptrs]
+    return DeviceSlab(mappings, nbytes, device, world.index)

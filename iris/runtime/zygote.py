@@ -1,0 +1,149 @@
+"""One clean process that forks rank processes, so that a rank starts in milliseconds.
+
+NOTE [Zygote]
+Importing torch takes seconds; forking a process that has used CUDA, OpenMP or threads is not
+safe. So a helper process imports torch and iris, does nothing else, and forks a rank when the
+launcher asks. It hears the launcher through a socket pair: when the launcher ends in any way,
+even by ``kill -9``, the socket closes and the zygote exits; ranks ask the kernel to be killed
+with the zygote (``PR_SET_PDEATHSIG``). Descriptors of the rank travel with the request, so ranks
+write to the launcher's present stdout.
+"""
+
+import ctypes
+import functools
+import gc
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from multiprocessing.connection import Connection
+
+from iris.errors import LaunchError
+
+_PR_SET_PDEATHSIG = 1
+_FORK, _REAP = b"fork", b"reap"
+_REPLY = struct.Struct("<qq")  # value, errno
+_RUNNING = -1
+
+
+class Zygote:
+    """Launcher's handle on a zygote process. Safe to use from several threads."""
+
+    def __init__(self, control: socket.socket, process: "subprocess.Popen[bytes]") -> None:
+        self._control = control
+        self._lock = threading.Lock()
+        self._finalizer = weakref.finalize(self, _hang_up, control, process)
+
+    @classmethod
+    def start(cls, env: dict[str, str]) -> "Zygote":
+        """Start a zygote with this environment and the launcher's import path."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}\n"
+            f"from iris.runtime.zygote import serve; serve({theirs.fileno()})"
+        )
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                env=env,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is the launcher's to handle
+            )
+        return cls(ours, process)
+
+    def fork(self, descriptors: list[int]) -> int:
+        """Fork a rank that gets these descriptors (see ``worker.main``). Return its process id."""
+        return self._ask(_FORK, 0, descriptors)
+
+    def reap(self, pid: int) -> int | None:
+        """Collect a rank if it has ended. Return its exit code, negative for a signal; None while
+        it runs.
+        """
+        status = self._ask(_REAP, pid, [])
+        return None if status == _RUNNING else os.waitstatus_to_exitcode(status)
+
+    def close(self) -> None:
+        """End the zygote, and with it every rank that still runs."""
+        self._finalizer()
+
+    def _ask(self, verb: bytes, pid: int, descriptors: list[int]) -> int:
+        with self._lock:
+            try:
+                socket.send_fds(self._control, [verb + struct.pack("<q", pid)], descriptors)
+                reply = self._control.recv(_REPLY.size)
+            except OSError:
+                reply = b""
+        if not reply:
+            raise LaunchError(
+                "the process that forks ranks has ended",
+                help="its messages are on stderr; see whether `python -c 'import torch, iris'` works",
+            )
+        value, error = _REPLY.unpack(reply)
+        if error:
+            raise LaunchError(f"cannot {verb.decode()} a rank process: {os.strerror(error)}")
+        return int(value)
+
+
+def zygote() -> Zygote:
+    """Return the running zygote; a new one only where the environment it imported torch under has
+    changed.
+
+    It is kept for the life of the launcher because starting one takes seconds.
+    """
+    env = {name: value for name, value in os.environ.items() if not name.startswith("IRIS_")}
+    return _started(tuple(sorted(env.items())), tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=1)
+def _started(env: tuple[tuple[str, str], ...], path: tuple[str, ...]) -> Zygote:
+    return Zygote.start(dict(env))
+
+
+def _hang_up(control: socket.socket, process: "subprocess.Popen[bytes]") -> None:
+    control.close()
+    try:
+        process.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def serve(fd: int) -> None:
+    """Main of the zygote: import once, then fork a rank for each request until the launcher hangs
+    up.
+    """
+    from iris.runtime import worker
+
+    gc.collect()
+    gc.freeze()
+    me = os.getpid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    control = socket.socket(fileno=fd)
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 64, 8)
+        if not message:
+            os._exit(0)
+        if message[:4] == _REAP:
+            (child,) = struct.unpack("<q", message[4:])
+            found, status = os.waitpid(child, os.WNOHANG)
+            control.send(_REPLY.pack(status if found else _RUNNING, 0))
+            continue
+        try:
+            pid = os.fork()
+        except OSError as error:
+            pid = -(error.errno or 1)
+        if pid == 0:
+            control.close()
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != me:
+                os._exit(1)
+            channel, stacks = worker.adopt(descriptors)
+            worker.main(Connection(channel), stacks)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        control.send(_REPLY.pack(max(pid, 0), max(-pid, 0)))

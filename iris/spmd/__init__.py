@@ -1,0 +1,1 @@
+"""Functions to programs: the decorator, specs, meshes, tracing and the cache of programs."""

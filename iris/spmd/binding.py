@@ -1,0 +1,158 @@
+"""One call's arguments in canonical form: tensors apart, everything else in a key, and the way back."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from iris.errors import SpecError
+from iris.spmd.statics import SIMPLE, static_key
+
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A call: ``values`` by parameter, their tensor leaves, and a key of all that is not a tensor's data."""
+
+    values: tuple[Any, ...]
+    tensors: list[Tensor]
+    key: tuple[object, ...]
+
+
+class Binder:
+    """Binds calls of one function, so that the same call gives the same key however it is written."""
+
+    def __init__(self, fn: Callable[..., Any], name: str, static_argnames: Sequence[str], skip: int) -> None:
+        parameters = list(inspect.signature(fn).parameters.values())[skip:]
+        self.name = name
+        self.signature = inspect.Signature(parameters)
+        self.names = tuple(p.name for p in parameters)
+        self.static = frozenset(static_argnames)
+        self._kinds = tuple(p.kind for p in parameters)
+        self._plain = all(kind in POSITIONAL for kind in self._kinds)
+        unknown = sorted(self.static - set(self.names))
+        if unknown:
+            raise SpecError(
+                f"{name}: static_argnames has {unknown[0]!r}, which is no parameter",
+                help=f"the parameters are {', '.join(self.names)}",
+            )
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
+        """Canonical form of a call. TypeError, as Python words it, where arguments do not fit the signature."""
+        values = args
+        if kwargs or not self._plain or len(args) != len(self.names):
+            try:
+                bound = self.signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{self.name}() {error}") from None
+            bound.apply_defaults()
+            values = tuple(bound.arguments[name] for name in self.names)
+        tensors: list[Tensor] = []
+        key: list[object] = []
+        for name, value in zip(self.names, values, strict=True):
+            if isinstance(value, Tensor):
+                tensors.append(value)
+                key.append(tensor_key(value))
+            elif type(value) in SIMPLE or name in self.static:
+                key.append(self._static(name, value))
+            else:
+                self._flatten(name, value, tensors, key)
+        return Bound(values, tensors, tuple(key))
+
+    def labels(self, values: Sequence[Any]) -> list[str]:
+        """A name for each entry of the key of a call with these ``values``."""
+        labels = []
+        for name, value in zip(self.names, values, strict=True):
+            labels.append(name)
+            if not (isinstance(value, Tensor) or type(value) in SIMPLE or name in self.static):
+                labels += [name + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(value)[0]]
+        return labels
+
+    def _flatten(self, name: str, value: Any, tensors: list[Tensor], key: list[object]) -> None:
+        leaves, tree = pytree.tree_flatten(value)
+        key.append(tree)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                tensors.append(leaf)
+                key.append(tensor_key(leaf))
+            else:
+                key.append(self._static(name, leaf))
+
+    def _static(self, name: str, value: Any) -> object:
+        try:
+            return static_key(value)
+        except SpecError as error:
+            raise SpecError(f"{self.name}: {name}: {error.message}", help=error.help) from None
+
+    def rebuild(
+        self, values: Sequence[Any], tensors: Sequence[Tensor]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call again, with its tensor leaves replaced by ``tensors``."""
+        waiting = iter(tensors)
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for name, kind, value in zip(self.names, self._kinds, values, strict=True):
+            if name not in self.static:
+                value = pytree.tree_map(lambda v: next(waiting) if isinstance(v, Tensor) else v, value)
+            if kind in POSITIONAL:
+                args.append(value)
+            elif kind is inspect.Parameter.VAR_POSITIONAL:
+                args.extend(value)
+            elif kind is inspect.Parameter.VAR_KEYWORD:
+                kwargs.update(value)
+            else:
+                kwargs[name] = value
+        return tuple(args), kwargs
+
+
+def tensor_key(tensor: Tensor) -> tuple[object, ...]:
+    """The metadata of a tensor that a trace bakes in."""
+    return (
+        tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.requires_grad,
+    )  # fmt: skip
+
+
+def alias_key(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    """Which tensors overlap in memory, and by how much: ``(index of the first of its group, byte distance)`` each."""
+    spans = []
+    for index, tensor in enumerate(tensors):
+        start = tensor.data_ptr()
+        reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        size = (reach + 1) * tensor.itemsize if tensor.numel() else 0
+        spans.append((start, start + size, index))
+    table: dict[int, tuple[int, int]] = {}
+    end = first = base = -1
+    for start, stop, index in sorted(spans):
+        if stop > start and start < end:
+            end = max(end, stop)
+        else:
+            end, first, base = stop, index, start
+        table[index] = (first, start - base)
+    return tuple(table[index] for index in range(len(tensors)))
+
+
+def overlaps(key: tuple[tuple[int, int], ...]) -> bool:
+    """Whether any two tensors of an alias key share memory."""
+    return len({first for first, _ in key}) < len(key)
+
+
+def flat_base(members: Sequence[Tensor], name: str) -> tuple[Tensor, list[int]]:
+    """One flat tensor over the memory of overlapping ``members``, and each one's offset in it, in elements."""
+    if len({tensor.dtype for tensor in members}) > 1:
+        raise SpecError(
+            f"{name}: tensors of different dtypes share memory, and the function writes to one of them",
+            help="pass copies, or tensors of one dtype",
+        )
+    starts = [tensor.storage_offset() for tensor in members]
+    ends = [
+        start + 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+        for start, t in zip(starts, members, strict=True)
+    ]
+    low = min(starts)
+    base = torch.as_strided(members[0], (max(ends) - low,), (1,), low)
+    return base, [start - low for start in starts]

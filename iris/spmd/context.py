@@ -1,0 +1,102 @@
+"""What is being traced right now: the program's name and mesh, and the sizes known along its axes."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from iris.errors import SpecError, TraceError
+from iris.graph.types import chunk_sizes
+from iris.spmd.mesh import ProgramMesh
+
+Axis = str | tuple[str, ...]
+
+
+def axis_names(axis: Axis) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+@dataclass
+class TraceContext:
+    """State of one trace. ``mesh`` is None until specs or the first collective name the world's axis."""
+
+    name: str
+    mesh: ProgramMesh | None
+    uneven: bool = False
+    calls: list[Any] = field(default_factory=list)  # nested functions traced so far, by number
+    signatures: dict[object, Any] = field(default_factory=dict)
+    _globals: dict[tuple[tuple[str, ...], int], set[int]] = field(default_factory=dict)
+
+    def bind(self, axis: Axis) -> tuple[ProgramMesh, tuple[str, ...]]:
+        """The mesh and the axes that ``axis`` names in it. SpecError for an unknown axis."""
+        names = axis_names(axis)
+        if self.mesh is None and len(names) == 1:
+            self.mesh = ProgramMesh.world(names[0])
+        known = self.mesh.shape.names if self.mesh else ()
+        unknown = [name for name in names if name not in known]
+        if self.mesh is None or unknown or not names:
+            raise SpecError(
+                f"{self.name}: unknown mesh axis {(unknown or names or [''])[0]!r}; "
+                f"the mesh has {self.mesh.shape if self.mesh else 'no axes'}",
+                help="name an axis of the mesh, or pass mesh= to @iris.spmd",
+            )
+        return self.mesh, names
+
+    def know(self, axes: tuple[str, ...], size: int) -> None:
+        """Remember that some dim of ``size`` rows is split over ``axes``."""
+        if self.mesh is None:
+            return
+        place = dict(self.mesh.coord)
+        local = size
+        for axis in axes:
+            parts = chunk_sizes(local, self.mesh.shape.size(axis))
+            self.uneven |= len(set(parts)) > 1
+            local = parts[place[axis]]
+        self._globals.setdefault((axes, local), set()).add(size)
+
+    def gathered_size(self, axes: tuple[str, ...], local: int, size: int | None) -> int:
+        """Rows of a dim of ``local`` rows once it is gathered over ``axes``."""
+        assert self.mesh is not None
+        if size is not None:
+            return size
+        known = self._globals.get((axes, local), set()) if self.uneven else set()
+        if len(known) > 1:
+            raise TraceError(
+                f"{self.name}: a shard of {local} rows over {axes} can come from {sorted(known)} rows",
+                help="pass size= (rows after the gather) to all_gather",
+            )
+        return next(iter(known), local * self.mesh.size(axes))
+
+    def scattered_sizes(self, axes: tuple[str, ...], size: int) -> tuple[int, ...]:
+        """Rows that each member of ``axes`` keeps of ``size``."""
+        assert self.mesh is not None
+        parts: Sequence[int] = (size,)
+        for axis in axes:
+            parts = [n for part in parts for n in chunk_sizes(part, self.mesh.shape.size(axis))]
+        return tuple(parts)
+
+    def member(self, axes: tuple[str, ...]) -> int:
+        """This rank's place among the members of ``axes``."""
+        assert self.mesh is not None
+        place, index = dict(self.mesh.coord), 0
+        for axis in axes:
+            index = index * self.mesh.shape.size(axis) + place[axis]
+        return index
+
+
+_TRACING: ContextVar[TraceContext | None] = ContextVar("iris_tracing", default=None)
+
+
+def tracing() -> TraceContext | None:
+    """The trace in progress in this thread, or None."""
+    return _TRACING.get()
+
+
+@contextmanager
+def trace_scope(context: TraceContext) -> Iterator[TraceContext]:
+    token = _TRACING.set(context)
+    try:
+        yield context
+    finally:
+        _TRACING.reset(token)

@@ -1,0 +1,261 @@
+"""``@iris.spmd``: a function over sharded tensors that is traced once a signature and then replayed."""
+
+import functools
+import inspect
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+import torch
+
+from iris import config
+from iris.errors import ConfigError, SpecError, UnsupportedError
+from iris.runtime.context import current
+from iris.spmd.binding import Binder, Bound, alias_key
+from iris.spmd.context import TraceContext, tracing
+from iris.spmd.guards import Access, find_accesses, key_of
+from iris.spmd.inlining import call_inline
+from iris.spmd.mesh import AbstractMesh
+from iris.spmd.misses import Misses
+from iris.spmd.explain import Explanation
+from iris.spmd.program import Compiler, Options, Program, prepare
+from iris.spmd.stages import Signature, Traced
+from iris.spmd.statics import Same, static_key
+
+CACHED_PROGRAMS = 64
+LOWERINGS = ("auto", "torch", "triton")
+
+
+@dataclass
+class _State:
+    """Programs of one function, or of one method on one instance, and what they read from outside."""
+
+    accesses: dict[str, Access] = field(default_factory=dict)
+    programs: OrderedDict[object, Program] = field(default_factory=OrderedDict)
+    writing: set[object] = field(default_factory=set)  # keys whose programs write to arguments
+    signatures: dict[tuple[object, ...], None] = field(default_factory=dict)
+    misses: Misses = field(default_factory=Misses)
+
+
+class SpmdFunction:
+    """A decorated function; see :func:`spmd`. Calls are collective over the program's mesh."""
+
+    def __init__(
+        self, fn: Callable[..., Any], options: Options, static_argnames: Sequence[str] = ()
+    ) -> None:
+        functools.update_wrapper(self, fn)
+        self.__wrapped_spmd__ = fn
+        self._fn = fn
+        self._options = options
+        self._static = tuple(static_argnames)
+        self._binder: Binder | None = None
+        self._method_binder: Binder | None = None
+        self._state = _State()
+        self._states: dict[int, tuple[weakref.ref[Any], _State]] = {}
+
+    def __get__(self, instance: Any, owner: type | None = None) -> "SpmdFunction | SpmdMethod":
+        return self if instance is None else SpmdMethod(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(None, args, kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+        """Trace a call without running it. Collective, like a call."""
+        return self._trace(None, args, kwargs)
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """Every stage of the call's program, its algorithm and why, and what was not fused and why not."""
+        return self._trace(None, args, kwargs).lower().explain()
+
+    def _call(self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outer = tracing()
+        if outer is not None:
+            return self._nested(outer, instance, args, kwargs)
+        bound, program = self._find(instance, args, kwargs)
+        if program.executable is None:
+            prepare(program)
+        return program(bound.tensors)
+
+    def _nested(
+        self, outer: TraceContext, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call inside another trace: part of that program."""
+        binder, state = self._bindings(instance)
+        bound = binder.bind(args, kwargs)
+        self._find_accesses(instance, state)
+        outside = tuple(key_of(access) for access in state.accesses.values())
+        key = (id(self), bound.key, outside, _instance_key(instance))
+        return call_inline(self._function(instance), binder, bound, key, outer)
+
+    def _function(self, instance: Any) -> Callable[..., Any]:
+        return self._fn if instance is None else types.MethodType(self._fn, instance)
+
+    def _find_accesses(self, instance: Any, state: _State) -> None:
+        """Look again for what the function reads from outside: its callees may have changed."""
+        function = inspect.unwrap(self._fn)
+        if isinstance(function, types.FunctionType):
+            for access in find_accesses(function, instance):
+                state.accesses.setdefault(f"{id(access.space)} {access.text}", access)
+
+    def _trace(self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        bound, program = self._find(instance, args, kwargs)
+        return Traced(program, Signature(self._bindings(instance)[0], bound.key, prepare))
+
+    def _find(
+        self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Bound, Program]:
+        binder, state = self._bindings(instance)
+        bound = binder.bind(args, kwargs)
+        key = self._key(instance, bound, state)
+        program = state.programs.get(key)
+        if program is None:
+            key, program = self._compile(instance, binder, bound, state)
+        state.programs.move_to_end(key)
+        return bound, program
+
+    def _compile(
+        self, instance: Any, binder: Binder, bound: Bound, state: _State
+    ) -> tuple[object, Program]:
+        fn = self._function(instance)
+        self._find_accesses(instance, state)
+        check_lowering(self._options.lowering or config.lowering())
+        self._check_grad(bound)
+        labels = binder.labels(bound.values)
+        state.misses.note(self._options.name, labels, bound.key, state.signatures)
+        state.signatures[bound.key] = None
+        if len(state.signatures) > CACHED_PROGRAMS:
+            state.signatures.pop(next(iter(state.signatures)))
+        watched = tuple(state.accesses.values())
+        program = Compiler(fn, binder, bound, self._options, watched).run()
+        base = self._key(instance, bound, state, aliases=False)
+        if program.graph.writes:
+            state.writing.add(base)
+        key = self._key(instance, bound, state)
+        state.programs[key] = program
+        while len(state.programs) > CACHED_PROGRAMS:
+            state.programs.popitem(last=False)
+        return key, program
+
+    def _check_grad(self, bound: Bound) -> None:
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in bound.tensors):
+            raise UnsupportedError(
+                f"{self._options.name}: an argument requires grad, and programs do not differentiate yet",
+                help="call it under torch.no_grad() or torch.inference_mode()",
+            )
+
+    def _bindings(self, instance: Any) -> tuple[Binder, _State]:
+        if instance is None:
+            if self._binder is None:
+                self._binder = Binder(self._fn, self._options.name, self._static, skip=0)
+            return self._binder, self._state
+        if self._method_binder is None:
+            self._method_binder = Binder(self._fn, self._options.name, self._static, skip=1)
+        found = self._states.get(id(instance))
+        if found is None or found[0]() is not instance:
+            number = id(instance)
+            reference = weakref.ref(instance, lambda _: self._states.pop(number, None))
+            found = self._states[number] = (reference, _State())
+        return self._method_binder, found[1]
+
+    def _key(self, instance: Any, bound: Bound, state: _State, aliases: bool = True) -> object:
+        outside = tuple(key_of(access) for access in state.accesses.values())
+        mesh = self._options.mesh
+        where = mesh if isinstance(mesh, AbstractMesh) else Same(current())
+        key = (bound.key, outside, where, torch.get_default_dtype(), _instance_key(instance))
+        if aliases and key in state.writing:
+            return (key, alias_key(bound.tensors))
+        return key
+
+
+class SpmdMethod:
+    """A decorated method bound to its instance."""
+
+    def __init__(self, function: SpmdFunction, instance: Any) -> None:
+        self._function, self._instance = function, instance
+        self.__wrapped_spmd__ = types.MethodType(function._fn, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function._call(self._instance, args, kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+        """See :meth:`SpmdFunction.trace`."""
+        return self._function._trace(self._instance, args, kwargs)
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """See :meth:`SpmdFunction.explain`."""
+        return self.trace(*args, **kwargs).lower().explain()
+
+
+def _instance_key(instance: Any) -> object:
+    if instance is None:
+        return None
+    try:
+        return static_key(instance)
+    except SpecError:
+        return Same(instance)
+
+
+def check_lowering(name: str) -> None:
+    if name not in LOWERINGS:
+        raise ConfigError(f"lowering {name!r} is not one of {', '.join(LOWERINGS)}")
+
+
+@overload
+def spmd(fn: Callable[..., Any], /) -> SpmdFunction: ...
+@overload
+def spmd(
+    *,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    static_argnames: Sequence[str] = (),
+    lowering: str | None = None,
+    fuse: bool = True,
+    name: str | None = None,
+) -> Callable[[Callable[..., Any]], SpmdFunction]: ...
+def spmd(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    mesh: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    static_argnames: Sequence[str] = (),
+    lowering: str | None = None,
+    fuse: bool = True,
+    name: str | None = None,
+) -> SpmdFunction | Callable[[Callable[..., Any]], SpmdFunction]:
+    """Make a function over sharded tensors one program: traced, fused, compiled and replayed.
+
+    Every rank calls the function with its own shards. The first call of a signature traces it; later calls replay. A
+    call is collective: all ranks of the mesh make the same calls in the same order.
+
+    Args:
+        mesh: a ``DeviceMesh`` (`iris.mesh`) or `AbstractMesh`; None is all ranks as one axis.
+        in_specs: a `P` (or DTensor placements) for each parameter, or a tree of them; None claims nothing.
+        out_specs: the same for the result; a result that does not fit is an error.
+        static_argnames: parameters taken as constants, compared by value.
+        lowering: "torch" | "triton" | "auto"; None reads ``IRIS_LOWERING``.
+        fuse: False keeps every collective apart.
+        name: how messages call the program; the function's name by default.
+
+    Raises (at a call): SpecError, TypeRuleError, TraceError, CollectiveMismatchError, PeerError, TimeoutError.
+
+    >>> @iris.spmd(in_specs=P("tp", None), out_specs=P())           # doctest: +SKIP
+    ... def total(x):
+    ...     return iris.all_reduce(x.sum(0), "tp")
+    """
+    if lowering is not None:
+        check_lowering(lowering)
+
+    def decorate(function: Callable[..., Any]) -> SpmdFunction:
+        if not callable(function):
+            raise SpecError(f"@iris.spmd decorates a function, not a {type(function).__name__}")
+        title = name or getattr(function, "__name__", type(function).__name__)
+        return SpmdFunction(function, Options(title, mesh, in_specs, out_specs, lowering, fuse), static_argnames)
+
+    return decorate if fn is None else decorate(fn)
+

@@ -1,0 +1,85 @@
+"""Why a program is as it is: its stages, how each is computed and why, and what was not fused."""
+
+import io
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from iris.graph.nodes import Graph
+from iris.graph.passes import fusion_report
+from iris.lower.choices import Choice
+
+WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stage or collective of a program."""
+
+    stage: str
+    result: str
+    loc: str
+    choice: Choice
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What ``f.explain(...)`` returns: text in a terminal, a table in a notebook."""
+
+    name: str
+    mesh: str
+    rows: tuple[Row, ...]
+    unfused: tuple[tuple[str, str, str], ...]  # what, where, why not
+
+    def table(self) -> Table:
+        """The stages, as a rich table."""
+        table = Table(title=f"{self.name} on {self.mesh}", title_justify="left")
+        for heading in ("stage", "result", "line", "algorithm", "why", "predicted us"):
+            table.add_column(heading)
+        for row in self.rows:
+            times = "\n".join(f"{name} {time:.0f}" for name, time in row.choice.candidates)
+            table.add_row(row.stage, row.result, row.loc, row.choice.algorithm, row.choice.why, times)
+        return table
+
+    def reasons(self) -> Table:
+        """What was not fused, as a rich table."""
+        table = Table(title="not fused", title_justify="left")
+        for heading in ("collective", "line", "reason"):
+            table.add_column(heading)
+        for what, loc, reason in self.unfused:
+            table.add_row(what, loc, reason)
+        return table
+
+    def __rich_console__(self, console: Console, options: object) -> object:
+        del console, options
+        yield self.table()
+        if self.unfused:
+            yield self.reasons()
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
+        console.print(self)
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+    def _repr_html_(self) -> str:
+        console = Console(file=io.StringIO(), width=WIDTH, record=True)
+        console.print(self)
+        return console.export_html(inline_styles=True)
+
+
+def explain(graph: Graph, fused: Graph, choices: dict[str, Choice]) -> Explanation:
+    """Describe ``fused``, the graph in stages; ``graph`` is what the user wrote.
+
+    ``choices`` is by the name of a node's first output.
+    """
+    plain = Choice("torch", "compute that is not part of a stage")
+    rows = [
+        Row(node.op, f"%{node.outputs[0].name}: {node.outputs[0].type}", node.loc, choices.get(node.outputs[0].name, plain))
+        for node in fused.nodes
+        if node.body or node.outputs[0].name in choices
+    ]
+    unfused = tuple((entry.op, entry.loc, entry.reason) for entry in fusion_report(graph))
+    return Explanation(fused.name, str(fused.mesh), tuple(rows), unfused)
+

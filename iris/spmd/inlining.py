@@ -1,0 +1,92 @@
+"""Decorated functions called inside a trace: traced once a signature, then one op a call, and inlined on import.
+
+A hundred calls of one decorated layer cost one trace of the layer. A function whose trace cannot be repeated like that
+(it writes to its arguments, or returns tensors from outside) is simply run inside the outer trace.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
+
+from iris.spmd.binding import Binder, Bound
+from iris.spmd.context import TraceContext
+from iris.spmd.tracing import Traced, is_traced, trace
+
+_LIBRARY = torch.library.Library("iris", "FRAGMENT")
+_LIBRARY.define("call(Tensor[] inputs, int number) -> Tensor[]")
+
+
+@dataclass(frozen=True)
+class InlineCall:
+    """One signature of a nested function: its trace, by number in the outer trace."""
+
+    number: int
+    traced: Traced
+
+
+def _results(inputs: Sequence[Tensor], number: int) -> list[Tensor]:
+    from iris.spmd.context import tracing
+
+    context = tracing()
+    assert context is not None
+    traced = context.calls[number].traced
+    values = next(node for node in traced.module.graph.nodes if node.op == "output").args[0]
+    fakes = [value.meta["val"] for value in values]
+    return [
+        torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta") for fake in fakes
+    ]
+
+
+_LIBRARY.impl("call", _results, "Meta")
+_CALL = torch.ops.iris.call.default
+torch.fx.node.has_side_effect(_CALL)
+
+
+def call_inline(
+    fn: Callable[..., Any], binder: Binder, bound: Bound, key: object, context: TraceContext
+) -> Any:
+    """Call ``fn`` inside the trace of ``context``."""
+    args, kwargs = binder.rebuild(bound.values, bound.tensors)
+    if not bound.tensors or not all(is_traced(tensor) for tensor in bound.tensors):
+        return fn(*args, **kwargs)
+    if key not in context.signatures:
+        context.signatures[key] = _trace(fn, binder, bound, context)
+    call = context.signatures[key]
+    if call is None:
+        return fn(*args, **kwargs)
+    results = _CALL(bound.tensors, call.number)
+    leaves = [
+        results[out.item] if out.kind == "value" else bound.tensors[out.item] if out.kind == "input" else out.item
+        for out in call.traced.outputs
+    ]
+    return pytree.tree_unflatten(leaves, call.traced.out_tree)
+
+
+def _trace(fn: Callable[..., Any], binder: Binder, bound: Bound, context: TraceContext) -> InlineCall | None:
+    """Trace ``fn`` apart from the outer trace; None where a call cannot stand for it."""
+    metadata = [(t.shape, t.stride(), t.dtype, t.device) for t in bound.tensors]
+
+    def rebuild(inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return binder.rebuild(bound.values, inputs)
+
+    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+        tensors = [
+            torch.empty_strided(shape, stride, dtype=dtype, device="meta").to(device="meta")
+            for shape, stride, dtype, _ in metadata
+        ]
+        traced = trace(fn, rebuild, tensors, context, (), devices=[device for *_, device in metadata])
+    writes = any(
+        node.op == "call_function" and node.target is torch.ops.aten.copy_.default
+        for node in traced.module.graph.nodes
+    )
+    if writes or any(out.kind == "tensor" for out in traced.outputs):
+        return None
+    call = InlineCall(len(context.calls), traced)
+    context.calls.append(call)
+    return call

@@ -1,0 +1,420 @@
+"""From one call of a decorated function to a runnable program, in agreement with the other ranks."""
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from iris.errors import SpecError, TraceError, TypeRuleError, UnsupportedError
+from iris.graph.nodes import Graph, Ref, Value
+from iris.graph.ops import Output as Returned
+from iris.graph.ops import check_outputs, get_op
+from iris.graph.passes import run_passes
+from iris.graph.types import Mesh, TensorType
+from iris.lower import program as lowered
+from iris.lower.choices import Choice, choose
+from iris.lower.dtypes import dtype_name
+from iris.runtime.context import current
+from iris.runtime.groups import Group
+from iris.spmd.binding import Binder, Bound, alias_key, flat_base
+from iris.spmd.context import TraceContext
+from iris.spmd.guards import Access
+from iris.spmd.importing import Importer
+from iris.spmd.mesh import ProgramMesh
+from iris.spmd.specs import Leaf, axes_in, match, offences
+from iris.spmd.tracing import Output, Traced, trace
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the decorator was told."""
+
+    name: str
+    mesh: Any = None
+    in_specs: Any = None
+    out_specs: Any = None
+    lowering: str | None = None
+    fuse: bool = True
+
+
+@dataclass
+class Program:
+    """One traced signature: its graph, before and after the passes, and what binds it to a call."""
+
+    options: Options
+    graph: Graph
+    fused: Graph
+    mesh: ProgramMesh
+    captured: tuple[Tensor, ...]
+    outputs: tuple[Output, ...]
+    out_tree: pytree.TreeSpec
+    leaves: tuple[Leaf, ...]
+    bases: tuple[tuple[int, ...], ...] = ()  # leaves that share memory, where the program writes
+    choices: Mapping[str, Choice] = field(default_factory=dict)
+    executable: lowered.Executable | None = None
+    _single: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._single = self.out_tree.is_leaf() and self.outputs[0].kind == "value"
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        """Run on this call's tensor leaves and put the result together."""
+        assert self.executable is not None
+        inputs = self._with_bases(tensors) if self.bases else tensors
+        with torch.no_grad():
+            values = self.executable.run(*inputs, *self.captured)
+        if self._single:
+            return values[0]
+        leaves = [
+            value if out.kind == "value" else tensors[out.item] if out.kind == "input" else out.item
+            for out, value in zip(self.outputs, values, strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, self.out_tree)
+
+    def _with_bases(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        shared = {index for members in self.bases for index in members}
+        rest = [tensor for index, tensor in enumerate(tensors) if index not in shared]
+        flat = [flat_base([tensors[i] for i in members], self.options.name)[0] for members in self.bases]
+        return [*rest, *flat]
+
+
+class Compiler:
+    """Makes the program of one call. ``run()`` is collective over the program's mesh."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        binder: Binder,
+        bound: Bound,
+        options: Options,
+        watched: Sequence[Access],
+    ) -> None:
+        self.fn, self.binder, self.bound = fn, binder, bound
+        self.options, self.watched = options, watched
+        self.name = options.name
+
+    def run(self) -> Program:
+        """Check specs, trace, import, run the passes, and agree with the other ranks."""
+        mesh = self._mesh()
+        group = _group(mesh)
+        leaves = agreed(group, f"arguments of {self.name}", lambda: self._leaves(mesh))
+        types = self._types(leaves, mesh, group)
+        program = agreed(group, f"trace of {self.name}", lambda: self._trace(leaves, types, mesh))
+        self._agree(program, group)
+        return program
+
+    def _mesh(self) -> ProgramMesh | None:
+        options = self.options
+        if options.mesh is not None:
+            return ProgramMesh.of(options.mesh)
+        names = axes_in((options.in_specs, options.out_specs))
+        if len(names) > 1:
+            raise SpecError(
+                f"{self.name}: specs use axes {', '.join(map(repr, names))}, and no mesh is given",
+                help="pass mesh=iris.mesh(shape, names) to @iris.spmd",
+            )
+        return ProgramMesh.world(names[0]) if names else None
+
+    def _leaves(self, mesh: ProgramMesh | None) -> list[Leaf]:
+        """Every leaf of the arguments with its spec; SpecError that lists all offenders."""
+        values = dict(zip(self.binder.names, self.bound.values, strict=True))
+        specs, leaves = self._specs_by_name(), []
+        shape = mesh.shape if mesh else Mesh(())
+        for name, value in values.items():
+            if name in self.binder.static:
+                continue
+            try:
+                leaves += match(specs.get(name), value, shape, name)
+            except SpecError as error:
+                raise SpecError(f"{self.name}: {error.message}", help=error.help) from None
+        wrong = offences(leaves, shape)
+        if wrong:
+            noun = "spec does" if len(wrong) == 1 else "specs do"
+            raise SpecError(
+                f"{self.name}: {len(wrong)} {noun} not fit the arguments\n  " + "\n  ".join(wrong),
+                help="a P has at most one entry a dim; non-tensors take None",
+            )
+        return [leaf for leaf in leaves if isinstance(leaf.value, Tensor)]
+
+    def _specs_by_name(self) -> dict[str, Any]:
+        specs, names = self.options.in_specs, self.binder.names
+        if specs is None or not isinstance(specs, dict | tuple | list):
+            return dict.fromkeys(names, specs)
+        if isinstance(specs, dict):
+            unknown = sorted(set(specs) - set(names))
+            if unknown:
+                raise SpecError(f"{self.name}: in_specs names {unknown[0]!r}, which is no parameter")
+            return dict(specs)
+        if len(specs) != len(names):
+            raise SpecError(
+                f"{self.name}: in_specs has {len(specs)} entries for {len(names)} parameters "
+                f"({', '.join(names)})",
+                help="one entry a parameter, None where nothing is claimed",
+            )
+        return dict(zip(names, specs, strict=True))
+
+    def _types(
+        self, leaves: Sequence[Leaf], mesh: ProgramMesh | None, group: Group | None
+    ) -> list[TensorType] | None:
+        """Global types of the tensor leaves, known once all ranks' shapes are; None while there is no mesh."""
+        if mesh is None:
+            return None
+        mine = [(dtype_name(leaf.value.dtype), tuple(leaf.value.shape)) for leaf in leaves]
+        if not any(leaf.spec is not None for leaf in leaves) or group is None:
+            shapes = [mine] * len(mesh.ranks)
+        else:
+            shapes = group.exchange_object(f"shapes of {self.name}", mine)  # type: ignore[assignment]
+        return resolve_types(self.name, leaves, mesh, shapes)
+
+    def _trace(
+        self, leaves: Sequence[Leaf], types: list[TensorType] | None, mesh: ProgramMesh | None
+    ) -> Program:
+        traced, context = self._run_trace(leaves, types, mesh, ())
+        program = self._import(traced, context, leaves, types, ())
+        if program.graph.writes:
+            groups: dict[int, list[int]] = {}
+            for index, (first, _) in enumerate(alias_key(self.bound.tensors)):
+                groups.setdefault(first, []).append(index)
+            bases = tuple(tuple(members) for members in groups.values() if len(members) > 1)
+            if bases:
+                traced, context = self._run_trace(leaves, types, context.mesh, bases)
+                program = self._import(traced, context, leaves, types, bases)
+        return program
+
+    def _run_trace(
+        self,
+        leaves: Sequence[Leaf],
+        types: list[TensorType] | None,
+        mesh: ProgramMesh | None,
+        bases: tuple[tuple[int, ...], ...],
+    ) -> tuple[Traced, TraceContext]:
+        context = TraceContext(self.name, mesh)
+        for type_ in types or ():
+            for n, axes in zip(type_.shape, type_.spec, strict=True):
+                if axes:
+                    context.know(axes, n)
+        tensors, spread = _based(self.bound.tensors, bases, self.name)
+
+        def rebuild(inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return self.binder.rebuild(self.bound.values, spread(inputs))
+
+        return trace(self.fn, rebuild, tensors, context, self.watched), context
+
+    def _import(
+        self,
+        traced: Traced,
+        context: TraceContext,
+        leaves: Sequence[Leaf],
+        types: list[TensorType] | None,
+        bases: tuple[tuple[int, ...], ...],
+    ) -> Program:
+        mesh = context.mesh or ProgramMesh.world("world")
+        if types is None:
+            mine = [(dtype_name(leaf.value.dtype), tuple(leaf.value.shape)) for leaf in leaves]
+            types = resolve_types(self.name, leaves, mesh, [mine] * len(mesh.ranks))
+        shared = {index for members in bases for index in members}
+        inputs = [
+            Value(name, type_)
+            for index, (name, type_) in enumerate(zip(_names(leaves), types, strict=True))
+            if index not in shared
+        ]
+        for number, members in enumerate(bases):
+            base, _ = flat_base([self.bound.tensors[i] for i in members], self.name)
+            type_ = TensorType(dtype_name(base.dtype), tuple(base.shape), varying=mesh.shape.names)
+            inputs.append(Value(f"shared{number}", type_))
+        device = torch.device("cpu") if mesh.abstract else current().device
+        importer = Importer(self.name, mesh.shape, dict(mesh.coord), device, context.calls)
+        graph = importer.run(traced, inputs)
+        self._check_results(traced, graph)
+        fused = run_passes(graph) if self.options.fuse else graph
+        captured = tuple(importer.captured)
+        return Program(
+            self.options,
+            graph,
+            fused,
+            mesh,
+            captured,
+            traced.outputs,
+            traced.out_tree,
+            tuple(leaves),
+            bases,
+            choose(fused),
+        )
+
+    def _check_results(self, traced: Traced, graph: Graph) -> None:
+        """Every result against its out-spec."""
+        if self.options.out_specs is None:
+            return
+        tree = pytree.tree_unflatten(list(range(len(traced.outputs))), traced.out_tree)
+        locs = {value.name: node.loc for node in graph.nodes for value in node.outputs}
+        types = graph.types
+        try:
+            leaves = match(self.options.out_specs, tree, graph.mesh, "result")
+        except SpecError as error:
+            raise SpecError(f"{self.name}: {error.message}", help=error.help) from None
+        returned = []
+        for leaf in leaves:
+            arg = graph.outputs[leaf.value]
+            if leaf.spec is None or not isinstance(arg, Ref):
+                continue
+            type_ = types[arg.name]
+            due = tuple(axis for axis in type_.partial if axis not in leaf.spec.partial)
+            returned.append(
+                Returned(replace(type_, partial=due), leaf.spec.dims, arg.name, locs.get(arg.name, ""))
+            )
+        try:
+            check_outputs(returned)
+        except TypeRuleError as error:
+            raise TypeRuleError(f"{self.name}: {error.message}", help=error.help) from None
+
+    def _agree(self, program: Program, group: Group | None) -> None:
+        """All ranks traced one graph, or all raise with the first line that differs."""
+        group = group or _group(program.mesh)
+        if group is None or group.size == 1:
+            return
+        texts = group.exchange_object(f"graph of {self.name}", shared_text(program.graph))
+        for rank, other in zip(group.ranks, texts, strict=True):
+            if other != texts[0]:
+                pairs = itertools.zip_longest(str(texts[0]).splitlines(), str(other).splitlines(), fillvalue="")
+                a, b = next((a, b) for a, b in pairs if a != b)
+                raise TraceError(
+                    f"{self.name}: ranks traced different programs; the first line that differs:\n"
+                    f"  rank {group.ranks[0]}: {a.strip()}\n  rank {rank}: {b.strip()}",
+                    help="do not branch on the rank in Python: use iris.axis_index and torch.where",
+                )
+
+
+def prepare(program: Program) -> None:
+    """Make ``program`` runnable on this rank: allocate workspaces, load kernels. Collective over its mesh."""
+    if program.mesh.abstract:
+        raise UnsupportedError(
+            f"{program.options.name}: an abstract mesh has no ranks to run on",
+            help="trace it only, or use iris.mesh(shape, names) over a started world",
+        )
+    if program.executable is None:
+        ctx, mesh = current(), program.mesh
+        place = lowered.Place(dict(mesh.coord), ctx.device, lambda axes: ctx.group(mesh.members(axes)))
+        program.executable = lowered.build(program.fused, place)
+
+
+def shared_text(graph: Graph) -> str:
+    """The part of a graph's text that all ranks must share: all of it, or its effects where shards are uneven."""
+    if all(type_.is_even(graph.mesh) for type_ in graph.types.values()):
+        return str(graph)
+    effects = [node for node in graph.nodes if get_op(node.op).effects]
+    lines = [f"{node.op}({', '.join(f'{k}={v}' for k, v in node.attrs)})  # {node.loc}" for node in effects]
+    return "\n".join([*lines, f"return {len(graph.outputs)} values"])
+
+
+T = TypeVar("T")
+
+
+def agreed(group: Group | None, what: str, make: Callable[[], T]) -> T:
+    """``make()`` on every rank of ``group``: if it fails on one rank, every rank raises."""
+    if group is None or group.size == 1:
+        return make()
+    try:
+        value, failure = make(), None
+    except Exception as error:
+        group.exchange_object(what, f"{type(error).__name__}: {error}")
+        raise
+    reports = group.exchange_object(what, failure)
+    failed = [(rank, text) for rank, text in zip(group.ranks, reports, strict=True) if text is not None]
+    if failed:
+        lines = "\n".join(f"  rank {rank}: {text}" for rank, text in failed)
+        raise TraceError(f"{what} failed on another rank\n{lines}")
+    return value
+
+
+def _group(mesh: ProgramMesh | None) -> Group | None:
+    """The group of all ranks of a program; None where there is nobody to agree with."""
+    if mesh is not None and mesh.abstract:
+        return None
+    ctx = current()
+    return ctx.world if mesh is None else ctx.group(mesh.ranks)
+
+
+def _names(leaves: Sequence[Leaf]) -> list[str]:
+    """A graph name for each leaf: ``cond['a'][0]`` becomes ``cond_a_0``."""
+    names: list[str] = []
+    for leaf in leaves:
+        name = re.sub(r"\W+", "_", leaf.path).strip("_")
+        while name in names or re.fullmatch(r"captured\d+|shared\d+|\d+", name):
+            name += "_"
+        names.append(name)
+    return names
+
+
+def _based(
+    tensors: Sequence[Tensor], bases: tuple[tuple[int, ...], ...], name: str
+) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], list[Tensor]]]:
+    """Inputs for a trace in which overlapping leaves are views of one flat base, and the way back to leaves."""
+    shared = {index for members in bases for index in members}
+    rest = [index for index in range(len(tensors)) if index not in shared]
+    made = [flat_base([tensors[i] for i in members], name) for members in bases]
+
+    def spread(inputs: Sequence[Tensor]) -> list[Tensor]:
+        leaves = dict(zip(rest, inputs, strict=False))
+        for members, base, (_, offsets) in zip(bases, inputs[len(rest) :], made, strict=True):
+            for index, offset in zip(members, offsets, strict=True):
+                leaf = tensors[index]
+                leaves[index] = base.as_strided(leaf.shape, leaf.stride(), offset)
+        return [leaves[index] for index in range(len(tensors))]
+
+    return [*(tensors[i] for i in rest), *(base for base, _ in made)], spread
+
+
+Shape = tuple[str, tuple[int, ...]]
+
+
+def resolve_types(
+    name: str, leaves: Sequence[Leaf], mesh: ProgramMesh, shapes: Sequence[Sequence[Shape]]
+) -> list[TensorType]:
+    """Global types from every rank's local shapes. SpecError, the same on all ranks, lists every shard that misfits."""
+    places = list(itertools.product(*(range(n) for _, n in mesh.shape.axes)))
+    coords = [dict(zip(mesh.shape.names, place, strict=True)) for place in places]
+    types, wrong = [], []
+    for index, leaf in enumerate(leaves):
+        held = [shape[index] for shape in shapes]
+        if leaf.spec is None:
+            dtype, local = held[0]
+            types.append(TensorType(dtype, local, varying=mesh.shape.names))
+            continue
+        type_ = _global_type(leaf, mesh.shape, coords, held)
+        types.append(type_)
+        for rank, coord, (dtype, local) in zip(mesh.ranks, coords, held, strict=True):
+            due = type_.local_shape(mesh.shape, coord)
+            if (dtype, local) != (type_.dtype, due):
+                wrong.append(
+                    f"{leaf.path}: rank {rank} holds {dtype}{list(local)}; of {type_} it should hold "
+                    f"{type_.dtype}{list(due)}"
+                )
+                break
+    if wrong:
+        noun = "argument differs" if len(wrong) == 1 else "arguments differ"
+        raise SpecError(
+            f"{name}: {len(wrong)} {noun} from the specs on mesh {mesh.shape}\n  " + "\n  ".join(wrong),
+            help="shards follow torch.chunk: all of the rounded-up size, the last ones smaller or empty",
+        )
+    return types
+
+
+def _global_type(
+    leaf: Leaf, mesh: Mesh, coords: Sequence[dict[str, int]], held: Sequence[Shape]
+) -> TensorType:
+    """The type whose sizes are the sums of the shards' along each split dim."""
+    assert leaf.spec is not None
+    dtype, first = held[0]
+    spec = leaf.spec.dims + ((),) * (len(first) - len(leaf.spec.dims))
+    sizes = []
+    for dim, axes in enumerate(spec):
+        line = [c for c in coords if all(v == 0 for a, v in c.items() if a not in axes)]
+        rows = [held[coords.index(c)][1] for c in line]
+        sizes.append(sum(shape[dim] if dim < len(shape) else 0 for shape in rows))
+    return TensorType(dtype, tuple(sizes), spec, leaf.spec.partial)
+

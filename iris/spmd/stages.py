@@ -1,0 +1,99 @@
+"""A program ahead of time: ``f.trace(...)`` -> ``.lower()`` -> ``.compile()``, each with its text."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from iris.errors import SpecError
+from iris.graph.nodes import Graph
+from iris.lower.memory import Memory, memory_of
+from iris.spmd.binding import Binder, Bound
+from iris.spmd.explain import Explanation, explain
+from iris.spmd.program import Program
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a program was traced for: the parameters, and the key of the call."""
+
+    binder: Binder
+    key: tuple[object, ...]
+    prepare: Callable[[Program], None]  # makes a program runnable; collective
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced call: the graph as the user wrote it."""
+
+    program: Program
+    signature: Signature
+
+    @property
+    def graph(self) -> Graph:
+        """The graph, an :class:`iris.graph.nodes.Graph`."""
+        return self.program.graph
+
+    def as_text(self) -> str:
+        """The graph: every value with its type and the user's line. It parses back."""
+        return str(self.graph)
+
+    def lower(self) -> "Lowered":
+        """The program after the passes, in stages."""
+        return Lowered(self.program, self.signature)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A program in stages."""
+
+    program: Program
+    signature: Signature
+
+    @property
+    def graph(self) -> Graph:
+        """The graph in stages."""
+        return self.program.fused
+
+    def as_text(self) -> str:
+        """The graph in stages; a fused stage is followed by the nodes it replaces."""
+        return str(self.graph)
+
+    def explain(self) -> Explanation:
+        """Which stages, which algorithm, and what was not fused, with the reason."""
+        return explain(self.program.graph, self.program.fused, self.program.choices)
+
+    def compile(self) -> "Compiled":
+        """Make the program runnable on this rank. Collective."""
+        self.signature.prepare(self.program)
+        return Compiled(self.program, self.signature)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program ready to run: call it with arguments of the signature it was traced for."""
+
+    program: Program
+    signature: Signature
+
+    def as_text(self) -> str:
+        """The plan that runs, as Python, with the user's lines."""
+        assert self.program.executable is not None
+        return self.program.executable.text
+
+    def memory(self) -> Memory:
+        """Bytes that a run needs: symmetric workspace on the heap, and values alive at once outside it."""
+        return memory_of(self.program.fused, self.program.executable, dict(self.program.mesh.coord))
+
+    def explain(self) -> Explanation:
+        """See :meth:`Lowered.explain`."""
+        return explain(self.program.graph, self.program.fused, self.program.choices)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run. SpecError for arguments of another structure, shape, dtype, stride or device."""
+        bound: Bound = self.signature.binder.bind(args, kwargs)
+        if bound.key != self.signature.key:
+            raise SpecError(
+                f"{self.program.options.name}: compiled for other arguments",
+                help="call the decorated function, which traces again, or trace it with these arguments",
+            )
+        return self.program(bound.tensors)

@@ -1,0 +1,260 @@
+"""Running a user's function on fake tensors: make_fx, functionalised, with the user's line on every node."""
+
+import linecache
+import os
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.overrides import TorchFunctionMode
+
+from iris.errors import IrisError, TraceError
+from iris.spmd.context import TraceContext, trace_scope
+from iris.spmd.guards import Access
+
+_LIBRARY_DIRS = (
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    sysconfig.get_paths()["stdlib"] + os.sep + "contextlib",
+    "<string>",
+    "<eval_with_key>",
+    "<frozen ",
+)
+_DEMO = os.sep + os.path.join("iris", "demo") + os.sep
+
+
+@dataclass(frozen=True)
+class Output:
+    """One leaf of the result: a traced value, an input handed back, a tensor from outside, or a plain constant."""
+
+    kind: str  # "value" | "input" | "tensor" | "constant"
+    item: Any  # index among traced values | index of the input | the tensor | the constant
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What tracing found: an FX graph whose placeholders are the tensor leaves, and how the result is put together."""
+
+    module: torch.fx.GraphModule
+    outputs: tuple[Output, ...]
+    out_tree: pytree.TreeSpec
+
+
+class _Escapes(TorchFunctionMode):
+    """Refuses calls that would turn a traced tensor into numbers or memory."""
+
+    REFUSED = {
+        torch.Tensor.numpy: "numpy()",
+        torch.Tensor.tolist: "tolist()",
+        torch.Tensor.__array__: "numpy conversion",
+        torch.Tensor.data_ptr: "data_ptr()",
+        torch.Tensor.item: "item()",
+        torch.Tensor.__dlpack__: "DLPack export",
+    }
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        what = self.REFUSED.get(func)
+        if what is not None and is_traced(args[0]):
+            raise _Value(what)
+        return func(*args, **(kwargs or {}))
+
+
+class _Value(Exception):
+    """A traced tensor's values were asked for, by the call named."""
+
+
+def is_traced(value: object) -> bool:
+    """Whether ``value`` is a tensor that only exists while tracing."""
+    return isinstance(value, Tensor) and (
+        torch._C._functorch.is_functorch_wrapped_tensor(value) or isinstance(value, FakeTensor)
+    )
+
+
+def trace(
+    fn: Callable[..., Any],
+    rebuild: Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]],
+    tensors: Sequence[Tensor],
+    context: TraceContext,
+    watched: Sequence[Access],
+    devices: Sequence[torch.device] | None = None,
+) -> Traced:
+    """Run ``fn`` once on fake copies of ``tensors`` (on ``devices``, where the tensors themselves are meta tensors).
+
+    ``rebuild`` puts tensors back into the arguments. ``watched`` are the places outside that the function may touch;
+    a traced tensor left in one is an error, and the old value is put back.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes: list[Tensor]
+    if devices is None:
+        fakes = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in tensors]
+    else:
+        fakes = [FakeTensor(mode, t, d) for t, d in zip(tensors, devices, strict=True)]
+    found: list[tuple[tuple[Output, ...], pytree.TreeSpec]] = []
+
+    def program(*inputs: Tensor) -> list[Tensor]:
+        _locate(get_proxy_mode())
+        args, kwargs = rebuild(inputs)
+        with _Escapes():
+            result = fn(*args, **kwargs)
+        leaves, tree = pytree.tree_flatten(result)
+        values: list[Tensor] = []
+        outputs = tuple(_classify(leaf, inputs, values) for leaf in leaves)
+        found.append((outputs, tree))
+        return values
+
+    functional = torch.func.functionalize(program, remove="mutations")
+    devices_in_use = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with (
+        trace_scope(context),
+        torch.no_grad(),
+        torch.random.fork_rng(devices_in_use),  # tracing draws no numbers that the user would miss
+        _watch(watched, context.name),
+        _explain(context.name),
+    ):
+        module = make_fx(functional, tracing_mode="real")(*fakes)
+    outputs, tree = found[-1]
+    return Traced(module, outputs, tree)
+
+
+def _classify(leaf: Any, inputs: Sequence[Tensor], values: list[Tensor]) -> Output:
+    if not isinstance(leaf, Tensor):
+        return Output("constant", leaf)
+    for index, tensor in enumerate(inputs):
+        if leaf is tensor:
+            return Output("input", index)
+    if not is_traced(leaf):
+        return Output("tensor", leaf)
+    values.append(leaf)
+    return Output("value", len(values) - 1)
+
+
+def _locate(mode: Any) -> None:
+    """Make the tracer note the user's line on each node it creates (cheaper than whole stack traces)."""
+    tracer = mode.tracer
+    create = tracer.create_node
+
+    def create_located(*args: Any, **kwargs: Any) -> Any:
+        node = create(*args, **kwargs)
+        node.meta["loc"] = user_line(sys._getframe(1))
+        return node
+
+    tracer.create_node = create_located
+
+
+def user_line(frame: types.FrameType | None) -> str:
+    """``model.py:41``: the innermost frame that is neither torch's nor ours; empty when there is none."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_LIBRARY_DIRS) or _DEMO in path:
+            return f"{os.path.basename(path)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _error_line(error: BaseException) -> str:
+    """`` at model.py:41: <source>`` of the innermost user frame of a traceback."""
+    line = ""
+    step = error.__traceback__
+    while step is not None:
+        path = step.tb_frame.f_code.co_filename
+        if not path.startswith(_LIBRARY_DIRS) or _DEMO in path:
+            source = linecache.getline(path, step.tb_lineno).strip()
+            line = f"\n  at {os.path.basename(path)}:{step.tb_lineno}: {source}"
+        step = step.tb_next
+    return line
+
+
+@contextmanager
+def _explain(name: str) -> Iterator[None]:
+    """Turn the ways a trace can fail into TraceErrors that name the function and the user's line."""
+    try:
+        yield
+    except IrisError:
+        raise
+    except _Value as error:
+        raise TraceError(
+            f"{name}: {error} of a traced tensor: its values are not known while tracing{_error_line(error)}",
+            help="keep the computation in torch ops, or do this outside the decorated function",
+        ) from None
+    except DataDependentOutputException as error:
+        raise TraceError(
+            f"{name}: Python asks for the value of a traced tensor (if, while, item(), int() or float())"
+            + _error_line(error),
+            help="use torch.where, or branch on shapes or on a plain Python argument",
+        ) from None
+    except DynamicOutputShapeException as error:
+        raise TraceError(
+            f"{name}: {error.func} makes a shape that depends on values{_error_line(error)}",
+            help="use a form with a fixed shape (masks, torch.where), or do this outside",
+        ) from None
+    except RuntimeError as error:
+        if "mutating a non-functional tensor" in str(error):
+            raise TraceError(
+                f"{name}: changes in place a tensor that is not an argument{_error_line(error)}",
+                help="pass the tensor as an argument, so that the write is part of the program",
+            ) from None
+        error.add_note(f"while tracing {name}{_error_line(error)}")
+        raise
+    except Exception as error:
+        error.add_note(f"while tracing {name}{_error_line(error)}")
+        raise
+
+
+@contextmanager
+def _watch(places: Sequence[Access], name: str) -> Iterator[None]:
+    """Put back what a trace changed outside, and refuse it where a traced tensor was left behind."""
+    before = [(place, place.get()) for place in places]
+    contents = [(place, value, _copy(value)) for place, value in before if _copy(value) is not None]
+    leaked = []
+    try:
+        yield
+    finally:
+        for place, value in before:
+            if is_traced(place.get()):
+                place.put(value)
+                leaked.append(place.text)
+        for place, value, copy in contents:
+            if any(is_traced(leaf) for leaf in pytree.tree_leaves(_copy(value))):
+                _restore(value, copy)
+                leaked.append(place.text)
+    if leaked:
+        raise TraceError(
+            f"{name}: leaves a traced tensor in {', '.join(dict.fromkeys(leaked))}: it has no value after the trace",
+            help="return the tensor from the function and store it outside",
+        )
+
+
+def _copy(value: Any) -> list[Any] | dict[Any, Any] | None:
+    """A shallow copy of what a trace could leave tensors in: a list, a dict, an object's attributes."""
+    if isinstance(value, list):
+        return list(value)
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, type | types.ModuleType | types.FunctionType) or not hasattr(value, "__dict__"):
+        return None
+    return dict(vars(value))
+
+
+def _restore(value: Any, copy: list[Any] | dict[Any, Any]) -> None:
+    if isinstance(value, list):
+        value[:] = copy
+        return
+    target = value if isinstance(value, dict) else vars(value)
+    target.clear()
+    target.update(copy)

@@ -1,0 +1,539 @@
+"""What a trace sees and what the cache distinguishes: a world of one rank, no launcher."""
+
+import collections
+import dataclasses
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+
+import iris
+from iris import P
+
+pytestmark = pytest.mark.cpu
+
+SCALE = 2.0
+
+
+@pytest.fixture(autouse=True)
+def ctx():
+    with iris.iris(1 << 20) as context:
+        yield context
+
+
+def times(fn, *args, n=3):
+    """Call ``fn`` n times and return the last result."""
+    return [fn(*args) for _ in range(n)][-1]
+
+
+def traced(fn):
+    """How many programs a decorated function holds."""
+    return len(fn._state.programs)
+
+
+class Config:
+    scale = 1.0
+
+
+def test_class_attribute_and_global_are_seen():
+    # pytorch/pytorch#176851
+    global SCALE
+
+    @iris.spmd
+    def f(x):
+        return x * Config.scale * SCALE
+
+    x = torch.tensor([4.0])
+    assert times(f, x).item() == 8
+    Config.scale = 10.0
+    assert times(f, x).item() == 80
+    SCALE = 1.0
+    assert times(f, x).item() == 40
+    Config.scale, SCALE = 1.0, 2.0
+    assert times(f, x).item() == 8
+
+
+@dataclasses.dataclass
+class Settings:
+    power: int
+    name: str = "s"
+
+    def __hash__(self):
+        return 7
+
+
+def test_mutable_static_is_compared_by_value():
+    # jax-ml/jax#13992
+    @iris.spmd
+    def f(x, settings):
+        return x**settings.power
+
+    settings = Settings(2)
+    x = torch.tensor(3.0)
+    assert times(f, x, settings) == 9
+    settings.power = 0
+    assert times(f, x, settings) == 1
+    assert f(x, Settings(2)) == 9
+
+
+def test_static_that_cannot_be_compared_is_refused():
+    @iris.spmd
+    def f(x, table):
+        return x
+
+    with pytest.raises(iris.SpecError) as caught:
+        f(torch.ones(1), np.ones(3))
+    assert str(caught.value) == (
+        "f: table: an argument of type ndarray cannot be compared by value\n"
+        "help: pass tensors, numbers, strings, containers or dataclasses of them, or close over the value"
+    )
+
+
+class Model:
+    def __init__(self, scale, fn):
+        self.scale, self.fn = scale, fn
+
+    @iris.spmd
+    def forward(self, x):
+        return self.fn(x) * self.scale
+
+
+def test_methods_and_instances():
+    # jax-ml/jax#9023
+    a, b = Model(2.0, torch.neg), Model(3.0, torch.abs)
+    x = torch.tensor([1.0, -2.0])
+    assert times(a.forward, x).tolist() == [-2.0, 4.0]
+    assert times(b.forward, x).tolist() == [3.0, 6.0]
+    a.fn = torch.abs
+    assert times(a.forward, x).tolist() == [2.0, 4.0]
+    a.scale = 5.0
+    assert times(a.forward, x).tolist() == [5.0, 10.0]
+    assert times(b.forward, x).tolist() == [3.0, 6.0]
+
+
+LEAK = None
+KEPT = []
+
+
+def test_traced_tensor_left_outside_is_an_error():
+    # jax-ml/jax#5206, pytorch/pytorch#114844
+    @iris.spmd
+    def to_global(x):
+        global LEAK
+        LEAK = x + 1
+        return x
+
+    @iris.spmd
+    def to_list(x):
+        KEPT.append(x * 2)
+        return x
+
+    class Module:
+        @iris.spmd
+        def forward(self, x):
+            self.last = x * 3
+            return x
+
+    x = torch.ones(2)
+    module = Module()
+    for fn, where in ((to_global, "LEAK"), (to_list, "KEPT"), (module.forward, "self.last")):
+        with pytest.raises(iris.TraceError) as caught:
+            fn(x)
+        name = getattr(fn, "__name__", "forward")
+        assert str(caught.value) == (
+            f"{name}: leaves a traced tensor in {where}: it has no value after the trace\n"
+            "help: return the tensor from the function and store it outside"
+        )
+    assert LEAK is None
+    assert KEPT == []
+    assert not hasattr(module, "last")
+
+
+def test_positional_keyword_and_default_are_one_call():
+    # jax-ml/jax#523
+    @iris.spmd
+    def f(x, power=3, *, bias=0.0):
+        return x**power + bias
+
+    x = torch.tensor(2.0)
+    assert f(x, 3) == f(x, power=3) == f(x) == f(power=3, x=x) == f(bias=0.0, x=x) == 8
+    assert traced(f) == 1
+    assert f(x, 11) == f(x, power=11) == 2048
+    assert traced(f) == 2
+
+
+def test_python_numbers_are_current():
+    # pytorch/pytorch#194976
+    @iris.spmd
+    def f(x, s):
+        return x.clamp(-s, s) * s
+
+    x = torch.tensor([0.5, 5.0])
+    for s in (1.0, 2.0, 3.0, 2.0, 1, True):
+        assert f(x, s).tolist() == (x.clamp(-s, s) * s).tolist()
+
+
+def test_one_number_that_keeps_changing_is_named_once():
+    @iris.spmd
+    def f(x, step):
+        return x * step
+
+    x = torch.ones(1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(12):
+            f(x, float(i + 1))
+    assert len(caught) == 1
+    assert "step keeps changing" in str(caught[0].message)
+
+
+def test_aliases_are_part_of_the_signature():
+    # pytorch/pytorch#139789
+    @iris.spmd
+    def f(x, y):
+        x.mul_(2)
+        return x + y
+
+    x, y = torch.ones(4), torch.ones(4)
+    assert f(x, y).tolist() == [3.0] * 4
+    for _ in range(3):
+        base = torch.ones(8)
+        assert f(base[:4], base[2:6]).tolist() == [4, 4, 3, 3]
+        assert base.tolist() == [2, 2, 2, 2, 1, 1, 1, 1]
+    assert f(torch.ones(4), torch.ones(4)).tolist() == [3.0] * 4
+
+
+def test_two_rows_of_one_base_are_written_and_read():
+    # pytorch/pytorch#153389
+    @iris.spmd
+    def f(a, b):
+        a.add_(1)
+        b.mul_(3)
+        return a + b
+
+    for _ in range(3):
+        base = torch.ones(2, 3)
+        assert f(base[0], base[1]).tolist() == [5.0] * 3
+        assert base.tolist() == [[2.0] * 3, [3.0] * 3]
+
+
+def test_same_tensor_twice():
+    # jax-ml/jax#9635
+    @iris.spmd
+    def f(x, y):
+        return x * y
+
+    x, y = torch.full((2,), 3.0), torch.full((2,), 4.0)
+    assert f(x, y).tolist() == [12, 12]
+    assert f(x, x).tolist() == [9, 9]
+    assert f(y, x).tolist() == [12, 12]
+
+
+def test_write_through_an_expanded_view():
+    # pytorch/pytorch#152425
+    @iris.spmd
+    def f(x):
+        a = x.expand(2)
+        a[-1] = 3
+        return a
+
+    assert times(f, torch.ones(1)).tolist() == [3, 3]
+
+
+def test_in_place_writes_reach_the_caller():
+    @iris.spmd
+    def f(x):
+        x[1:].add_(5)
+        x.relu_()
+        return x
+
+    for _ in range(3):
+        x = torch.tensor([-1.0, -1.0, -9.0])
+        assert f(x) is x
+        assert x.tolist() == [0, 4, 0]
+
+
+def test_writing_to_an_outside_tensor_is_refused():
+    outside = torch.zeros(2)
+
+    @iris.spmd
+    def f(x):
+        outside.add_(x)
+        return x
+
+    with pytest.raises(iris.TraceError, match="changes in place a tensor that is not an argument"):
+        f(torch.ones(2))
+    assert outside.tolist() == [0, 0]
+
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+@dataclasses.dataclass
+class Batch:
+    tokens: torch.Tensor
+    mask: torch.Tensor
+
+
+pytree.register_dataclass(Batch)
+
+
+def test_pytrees_keep_their_order():
+    # jax-ml/jax#8419, deepspeedai/DeepSpeed#8488
+    @iris.spmd
+    def f(d, pair, batch, nested=None):
+        parts = [v for values in d.values() for v in values]
+        return {"z": torch.cat(parts), "a": [pair.first - pair.second, batch.tokens * batch.mask], "n": nested}
+
+    for i in range(3):
+        t = [torch.tensor([float(i + k)]) for k in range(8)]
+        out = f({"b": [t[0], t[1]], "a": [t[2], t[3]]}, Pair(t[4], t[5]), Batch(t[6], t[7]))
+        assert list(out) == ["z", "a", "n"]
+        assert out["z"].tolist() == [i, i + 1, i + 2, i + 3]
+        assert out["a"][0].item() == -1
+        assert out["a"][1].item() == (i + 6) * (i + 7)
+        assert out["n"] is None
+
+
+def test_trace_that_failed_leaves_nothing_behind():
+    # jax-ml/jax#38460
+    filled = []
+    fail = [True]
+
+    @iris.spmd
+    def inner(x):
+        return x * filled[0]
+
+    @iris.spmd
+    def outer(x):
+        if fail[0]:
+            raise ValueError("stop")
+        return inner(x) + 1
+
+    filled.append(2.0)
+    with pytest.raises(ValueError, match="stop"):
+        outer(torch.ones(1))
+    fail[0] = False
+    assert outer(torch.ones(1)).item() == 3
+    filled[0] = 4.0
+    assert outer(torch.ones(1)).item() == 5
+
+
+def test_branches_on_shapes_and_on_values():
+    # pytorch/pytorch#61733
+    @iris.spmd
+    def f(x):
+        return x.sum(0) if x.shape[0] > 8 else x[0]
+
+    for rows in (4, 16, 4):
+        assert times(f, torch.ones(rows, 2)).tolist() == [16.0 if rows > 8 else 1.0] * 2
+
+    @iris.spmd
+    def g(x):
+        if x.sum() > 0:
+            return x
+        return -x
+
+    with pytest.raises(iris.TraceError) as caught:
+        g(torch.ones(2))
+    line = g.__wrapped__.__code__.co_firstlineno + 2
+    assert str(caught.value) == (
+        "g: Python asks for the value of a traced tensor (if, while, item(), int() or float())\n"
+        f"  at test_spmd_tracing.py:{line}: if x.sum() > 0:\n"
+        "help: use torch.where, or branch on shapes or on a plain Python argument"
+    )
+
+
+@pytest.mark.parametrize(
+    ("escape", "what"),
+    [(lambda x: x.numpy(), "numpy()"), (lambda x: x.tolist(), "tolist()"), (lambda x: x.data_ptr(), "data_ptr()")],
+)
+def test_values_that_escape_are_refused(escape, what):
+    @iris.spmd
+    def f(x):
+        escape(x)
+        return x
+
+    with pytest.raises(iris.TraceError) as caught:
+        f(torch.ones(2))
+    first, where, help_ = str(caught.value).splitlines()
+    assert first == f"f: {what} of a traced tensor: its values are not known while tracing"
+    assert where.startswith("  at test_spmd_tracing.py:")
+    assert help_ == "help: keep the computation in torch ops, or do this outside the decorated function"
+
+
+def test_tensors_closed_over_are_inputs():
+    # pytorch/pytorch#50563
+    c = torch.full((2,), 5.0)
+
+    @iris.spmd
+    def f(x):
+        return c + x
+
+    x = torch.ones(2)
+    assert times(f, x).tolist() == [6, 6]
+    c.fill_(0)
+    assert times(f, x).tolist() == [1, 1]
+    c = torch.full((2,), 7.0)
+    assert times(f, x).tolist() == [8, 8]
+
+
+def test_results_as_in_eager():
+    # pytorch/pytorch#154839
+    @iris.spmd
+    def f(x, unused, flag=True):
+        y = x + 1
+        return x, y, y, None, 3, flag
+
+    for _ in range(3):
+        x = torch.ones(2)
+        same, y, again, nothing, three, flag = f(x, torch.zeros(1))
+        assert same is x
+        assert y.tolist() == again.tolist() == [2, 2]
+        assert (nothing, three, flag) == (None, 3, True)
+
+
+def test_feeding_results_back():
+    # pytorch/pytorch#152887
+    @iris.spmd
+    def f(x):
+        return x + 1
+
+    @iris.spmd
+    def g(x):
+        return x * 2
+
+    x = torch.zeros(2)
+    assert f(f(x)).tolist() == [2, 2]
+    y = f(x)
+    z = f(y)
+    assert y.tolist() == [1, 1]
+    assert z.tolist() == [2, 2]
+    assert g(f(x)).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int32])
+def test_dtypes_as_in_eager(dtype):
+    # jax-ml/jax#732, jax-ml/ml_dtypes#63
+    def f(x):
+        return x * 0.1, x + 1, x / 2, x.sum(), x * True
+
+    x = torch.ones(20000, dtype=dtype)
+    for got, expected in zip(times(iris.spmd(f), x), f(x), strict=True):
+        assert got.dtype == expected.dtype
+        assert torch.equal(got, expected)
+
+
+def test_random_numbers_are_fresh_and_follow_the_seed():
+    # pytorch/pytorch#84614
+    @iris.spmd
+    def f(x):
+        return F.dropout(x, 0.5) + torch.rand(64)
+
+    x = torch.ones(64)
+    torch.manual_seed(3)
+    first = [f(x) for _ in range(3)]
+    torch.manual_seed(3)
+    second = [f(x) for _ in range(3)]
+    assert not torch.equal(first[0], first[1])
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_nested_functions_are_part_of_the_program():
+    weights = [torch.full((2, 2), float(i)) for i in range(3)]
+
+    @iris.spmd
+    def layer(x, w, *, scale=1.0):
+        return {"y": x @ w * scale, "x": x}
+
+    @iris.spmd
+    def net(x, ws):
+        for w in ws:
+            out = layer(x, w, scale=0.5)
+            assert out["x"] is x
+            x = out["y"]
+        return x
+
+    x = torch.ones(2, 2)
+    assert torch.equal(times(net, x, weights), x @ weights[0] @ weights[1] @ weights[2] / 8)
+    assert traced(net) == 1
+    assert str(net.trace(x, weights).graph).count("matmul(") == 3
+
+
+def test_grad_is_refused_clearly():
+    @iris.spmd
+    def f(x):
+        return x * 2
+
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(iris.UnsupportedError) as caught:
+        f(x)
+    assert str(caught.value) == (
+        "f: an argument requires grad, and programs do not differentiate yet\n"
+        "help: call it under torch.no_grad() or torch.inference_mode()"
+    )
+    with torch.no_grad():
+        assert f(x).tolist() == [2, 2]
+
+
+def test_calls_that_do_not_fit_the_signature():
+    @iris.spmd
+    def f(x, y):
+        return x
+
+    with pytest.raises(TypeError, match=r"^f\(\) missing a required argument: 'y'$"):
+        f(torch.ones(1))
+
+
+def test_ahead_of_time_stages():
+    @iris.spmd(in_specs=(P("tp", None), P(None, "tp")), out_specs=P(None, "tp"))
+    def up(x, w):
+        return F.silu(iris.all_gather(x, "tp", dim=0) @ w)
+
+    x, w = torch.randn(4, 8), torch.randn(8, 6)
+    staged = up.trace(x, w)
+    line = up.__wrapped__.__code__.co_firstlineno + 2
+    head, *body, ret = staged.as_text().splitlines()
+    assert head == "graph up[tp=1](%x: f32[4/tp, 8], %w: f32[8, 6/tp]):"
+    assert [text.split("#")[0].strip() for text in body] == [
+        "%0: f32[4, 8] = all_gather(%x, axis=tp, dim=0)",
+        "%1: f32[4, 6/tp] = matmul(%0, %w)",
+        "%2: f32[4, 6/tp] = silu(%1)",
+    ]
+    assert all(text.endswith(f"# {__file__.rsplit('/', 1)[-1]}:{line}") for text in body)
+    assert ret == "  return %2"
+    compiled = staged.lower().compile()
+    assert torch.equal(compiled(x, w), F.silu(x @ w))
+    assert compiled.memory().local >= 4 * 4 * 6
+    assert "def up(x, w):" in compiled.as_text()
+    with pytest.raises(iris.SpecError, match="compiled for other arguments"):
+        compiled(x[:2], w)
+
+
+def test_tracing_for_a_mesh_that_is_not_there(ctx):
+    ctx.close()
+    mesh = iris.AbstractMesh((2, 4), ("dp", "tp"))
+
+    @iris.spmd(mesh=mesh, in_specs=(P("dp", "tp"), P("tp", None)), out_specs=P("dp", None))
+    def down(x, w):
+        return iris.all_reduce(x @ w, "tp")
+
+    text = down.trace(torch.empty(8, 16), torch.empty(16, 4)).as_text()
+    assert "%x: f32[16/dp, 64/tp], %w: f32[64/tp, 4]" in text
+    with pytest.raises(iris.UnsupportedError, match="an abstract mesh has no ranks to run on"):
+        down(torch.empty(8, 16), torch.empty(16, 4))
+
+
+def test_without_a_context(ctx):
+    ctx.close()
+    with pytest.raises(iris.IrisError) as caught:
+        iris.spmd(lambda x: x)(torch.ones(1))
+    assert "iris.iris()" in str(caught.value)
+
+
+def test_module_is_not_imported_twice():
+    assert sys.modules["iris"] is iris

@@ -1,0 +1,384 @@
+"""Decorated functions on real ranks: right values for every shape, call after call, and clear errors on all ranks."""
+
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import iris
+from iris import P
+from iris.testing import assert_close, delay, small_integers
+
+pytestmark = pytest.mark.ranks
+
+
+def shard(x, dim, index, parts):
+    """This rank's shard of a global tensor, by the rule of torch.chunk and DTensor."""
+    chunk = -(-x.shape[dim] // parts)
+    start = min(index * chunk, x.shape[dim])
+    return x.narrow(dim, start, max(0, min(chunk, x.shape[dim] - start)))
+
+
+def _mlp(m, k, f, dtype, seeds):
+    ctx = iris.iris(1 << 22)
+    rank, world = ctx.cur_rank, ctx.num_ranks
+
+    @iris.spmd(
+        in_specs=(P("tp", None), P(None, "tp"), P("tp", None)), out_specs=P("tp", None)
+    )
+    def mlp(x, w_up, w_down):
+        h = F.relu(iris.all_gather(x, "tp", dim=0) @ w_up)
+        return iris.reduce_scatter(h @ w_down, "tp", dim=0)
+
+    for seed in seeds:
+        x = small_integers((m, k), seed=seed, dtype=dtype)
+        up = small_integers((k, f), seed=seed + 50, dtype=dtype)
+        down = small_integers((f, k), seed=seed + 90, dtype=dtype)
+        if seed == seeds[-1]:
+            delay(world - 1)
+        y = mlp(shard(x, 0, rank, world), shard(up, 1, rank, world), shard(down, 0, rank, world))
+        expected = F.relu(x.double() @ up.double()) @ down.double()
+        assert_close(y.double(), shard(expected, 0, rank, world).to(dtype).double(), dtype)
+    return len(mlp._state.programs)
+
+
+@pytest.mark.parametrize(
+    ("world", "m", "k", "f"),
+    [(1, 4, 3, 5), (2, 8, 6, 4), (3, 7, 5, 10), (4, 12, 6, 8), (4, 5, 6, 9), (4, 1, 1, 1), (2, 4, 0, 2)],
+)
+def test_mlp_of_any_shape_on_any_world(ranks, world, m, k, f):
+    assert ranks(world).run(_mlp, m, k, f, torch.float32, (0, 1, 2, 3)) == [1] * world
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64])
+def test_mlp_of_any_dtype(ranks, dtype):
+    ranks(2).run(_mlp, 6, 4, 4, dtype, (0, 1, 2))
+
+
+def _collectives(fn, shapes, dtype, rounds=3):
+    """Run ``fn(x)`` decorated and eagerly on data that differs by rank, row and column; return both by rank."""
+    ctx = iris.iris(1 << 22)
+    program = iris.spmd(fn)
+    results = []
+    for seed in range(rounds):
+        x = small_integers(shapes[ctx.cur_rank], ctx.cur_rank, seed, dtype)
+        if seed == rounds - 1:
+            delay(0)
+        traced, eager = program(x), fn(x)
+        assert traced.dtype == eager.dtype
+        assert torch.equal(traced.double(), eager.double()), (traced, eager)
+        results.append(eager)
+    return results[-1]
+
+
+def _columns(x):
+    return iris.all_gather(x[:, ::2], "tp", dim=-1)
+
+
+def _transposed_scatter(x):
+    return iris.reduce_scatter(x.t(), "tp", dim=0)
+
+
+def _transposed_reduce(x):
+    return iris.all_reduce(x.t(), "tp", "max")
+
+
+def _exchange(x):
+    return iris.all_to_all(x, "tp", split_dim=1, concat_dim=0)
+
+
+def _rotate(x):
+    n = iris.axis_size("tp")
+    return iris.ppermute(x, "tp", [(i, (i + 1) % n) for i in range(n)])
+
+
+def _column_of_last(x):
+    return iris.broadcast(x[:, 0], "tp", src=1)
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (_columns, lambda xs, r: torch.cat([x[:, ::2] for x in xs], 1)),
+        (_transposed_scatter, lambda xs, r: shard(sum(x.t() for x in xs), 0, r, len(xs))),
+        (_transposed_reduce, lambda xs, r: torch.stack([x.t() for x in xs]).amax(0)),
+        (_exchange, lambda xs, r: torch.cat([shard(x, 1, r, len(xs)) for x in xs], 0)),
+        (_rotate, lambda xs, r: xs[r - 1]),
+        (_column_of_last, lambda xs, r: xs[1][:, 0]),
+    ],
+)
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_collectives_traced_and_eager(ranks, fn, expected, world, dtype):
+    shapes = [(5, 4)] * world
+    got = ranks(world).run(_collectives, fn, shapes, dtype)
+    xs = [small_integers((5, 4), rank, 2, dtype) for rank in range(world)]
+    for rank in range(world):
+        assert torch.equal(got[rank].double(), expected(xs, rank).double())
+
+
+def _scatter_in_groups():
+    ctx = iris.iris(1 << 22)
+    x = torch.arange(16.0).reshape(4, 4)[:, ctx.cur_rank]
+    group = [0, 2] if ctx.cur_rank % 2 == 0 else [1, 3]
+    return iris.reduce_scatter(x, group=group).tolist()
+
+
+def test_reduce_scatter_in_interleaved_groups(ranks):
+    # jax-ml/jax#19709
+    assert ranks(4).run(_scatter_in_groups) == [[2, 10], [4, 12], [18, 26], [20, 28]]
+
+
+def _strided_scatter():
+    ctx = iris.iris(1 << 22)
+    x = torch.arange(24.0).reshape(4, 3, 2).transpose(1, 2)
+    program = iris.spmd(lambda t: iris.reduce_scatter(t, "tp", dim=0))
+    return [iris.reduce_scatter(x, dim=0), program(x), x[ctx.cur_rank : ctx.cur_rank + 1] * ctx.num_ranks]
+
+
+def test_reduce_scatter_honours_strides(ranks):
+    # pytorch/pytorch#130251
+    for eager, traced, expected in ranks(4).run(_strided_scatter):
+        assert torch.equal(eager, expected)
+        assert torch.equal(traced, expected)
+
+
+def _layouts_differ():
+    ctx = iris.iris(1 << 22)
+    x = small_integers((4, 6), ctx.cur_rank)
+    return iris.all_reduce(x if ctx.cur_rank == 0 else x.t().contiguous().t(), "tp")
+
+
+def test_ranks_may_pass_other_strides(ranks):
+    # pytorch/pytorch#163712
+    expected = small_integers((4, 6), 0) + small_integers((4, 6), 1)
+    for got in ranks(2).run(_layouts_differ):
+        assert torch.equal(got, expected)
+
+
+def _uneven_gather():
+    ctx = iris.iris(1 << 22)
+    whole = torch.arange(50.0).reshape(5, 10)
+    x = shard(whole, 0, ctx.cur_rank, ctx.num_ranks)
+
+    @iris.spmd(in_specs=P("tp"), out_specs=P())
+    def gather(x):
+        return iris.all_gather(x, "tp", dim=0)
+
+    @iris.spmd(in_specs=P("tp"), out_specs=P())
+    def mean(x):
+        n = x.new_full((), x.numel())
+        return iris.all_reduce(x.sum(), "tp") / iris.all_reduce(n, "tp")
+
+    for _ in range(3):
+        assert torch.equal(gather(x), whole)
+        assert torch.equal(iris.all_gather(x), whole)
+        assert mean(x).item() == whole.mean().item()
+    return True
+
+
+def test_uneven_and_empty_shards(ranks):
+    # pytorch/pytorch#103306, #162692
+    assert all(ranks(4).run(_uneven_gather))
+
+
+def _empty_operands():
+    iris.iris(1 << 22)
+    x = torch.empty(1, 0, 2)
+    shapes = [
+        tuple(iris.all_gather(x, dim=0).shape),
+        tuple(iris.all_reduce(x).shape),
+        tuple(iris.reduce_scatter(torch.empty(0, 4)).shape),
+        tuple(iris.broadcast(x).shape),
+    ]
+    return shapes, iris.all_reduce(torch.ones(2)).tolist()
+
+
+def test_empty_operands(ranks):
+    # pytorch/pytorch#85234
+    for shapes, after in ranks(4).run(_empty_operands):
+        assert shapes == [(4, 0, 2), (1, 0, 2), (0, 4), (1, 0, 2)]
+        assert after == [4.0, 4.0]
+
+
+def _every_dtype(names):
+    ctx = iris.iris(1 << 22)
+    wrong = []
+    for name in names:
+        dtype = getattr(torch, name)
+        parts = [(torch.arange(17) + 3 * r).to(dtype) for r in range(ctx.num_ranks)]
+        got = iris.all_gather(parts[ctx.cur_rank])
+        sent = iris.broadcast(parts[ctx.cur_rank], src=1)
+        expected = b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts)
+        if got.view(torch.uint8).numpy().tobytes() != expected or not torch.equal(
+            sent.view(torch.uint8), parts[1].view(torch.uint8)
+        ):
+            wrong.append(name)
+    return wrong
+
+
+def test_data_movement_takes_every_dtype(ranks):
+    # pytorch/pytorch#126556, Azure/msccl-executor-nccl#38
+    names = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 float8_e4m3fn float8_e5m2"
+    assert ranks(2).run(_every_dtype, names.split()) == [[], []]
+
+
+def _sums():
+    ctx = iris.iris(1 << 22)
+    own = torch.tensor([[4, 8], [3, 4]][0])[ctx.cur_rank]
+    return {
+        "avg": iris.all_reduce(own.to(torch.int32), op="avg").item(),
+        "int8": iris.all_reduce(torch.tensor([[120], [100]][ctx.cur_rank], dtype=torch.int8)).item(),
+        "fp8": iris.all_reduce(torch.ones(64, dtype=torch.float8_e4m3fn)).float().tolist(),
+        "bf16": iris.all_reduce(torch.full((3,), 256.0, dtype=torch.bfloat16)).tolist(),
+    }
+
+
+def test_sums_of_narrow_types(ranks):
+    # InfiniTensor/InfiniCCL#37, NVIDIA/nccl#422
+    for got in ranks(2).run(_sums):
+        assert got == {"avg": 6, "int8": -36, "fp8": [2.0] * 64, "bf16": [512.0] * 3}
+
+
+def _bias_after_the_sum():
+    ctx = iris.iris(1 << 22)
+    x = torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]])[:, 2 * ctx.cur_rank : 2 * ctx.cur_rank + 2]
+    w, bias = torch.ones(2, 3), torch.tensor([100.0, 200.0, 300.0])
+
+    @iris.spmd(in_specs=(P(None, "tp"), P("tp", None), P()), out_specs=P())
+    def good(x, w, bias):
+        return iris.all_reduce(x @ w, "tp") + bias
+
+    @iris.spmd(in_specs=(P(None, "tp"), P("tp", None), P()), out_specs=P())
+    def bad(x, w, bias):
+        return iris.all_reduce(x @ w + bias, "tp")
+
+    results = [good(x, w, bias).tolist() for _ in range(3)]
+    with pytest.raises(iris.TypeRuleError) as caught:
+        bad(x, w, bias)
+    return results[-1], str(caught.value)
+
+
+def test_bias_is_counted_once(ranks):
+    # Wenyueh/MinivLLM#80
+    for value, text in ranks(2).run(_bias_after_the_sum):
+        assert value == [[110, 210, 310], [126, 226, 326]]
+        assert "all_reduce" in text
+
+
+def _reuse_of_an_operand():
+    ctx = iris.iris(1 << 22)
+    a = (ctx.cur_rank + 1) * torch.ones(4, 4)
+
+    @iris.spmd
+    def program(a):
+        total = iris.all_reduce(a, "tp")
+        return total + F.relu(a) @ F.relu(a)
+
+    return [program(a).unique().tolist() for _ in range(3)][-1]
+
+
+def test_operand_of_a_collective_is_still_good_after_it(ranks):
+    # pytorch/pytorch#108811
+    assert ranks(2).run(_reuse_of_an_operand) == [[7.0], [19.0]]
+
+
+def _overwritten_at_once(rounds):
+    ctx = iris.iris(1 << 22)
+    program = iris.spmd(lambda t: iris.all_reduce(t, "tp"))
+    bad = 0
+    for i in range(rounds):
+        x = torch.full((1000,), float(i + ctx.cur_rank))
+        y = program(x) if i % 2 else iris.all_reduce(x)
+        x.fill_(-1)
+        if ctx.cur_rank == 1 and i % 50 == 0:
+            time.sleep(0.002)
+        bad += int(not torch.equal(y, torch.full((1000,), 2.0 * i + 1)))
+    return bad
+
+
+def test_input_may_be_overwritten_at_once(ranks):
+    # ROCm/aiter#3515
+    assert ranks(2).run(_overwritten_at_once, 400) == [0, 0]
+
+
+def _unused_collective():
+    ctx = iris.iris(1 << 22)
+
+    @iris.spmd
+    def drops(x):
+        iris.all_reduce(x, "tp")
+        return x * 2
+
+    @iris.spmd
+    def differs(x):
+        y = iris.all_reduce(x, "tp")
+        return y if ctx.cur_rank == 0 else x
+
+    values = [drops(torch.ones(2)).tolist() for _ in range(3)][-1]
+    with pytest.raises(iris.TraceError) as caught:
+        differs(torch.ones(2))
+    return values, str(caught.value)
+
+
+def test_collective_that_one_rank_does_not_use(ranks):
+    # pytorch/pytorch#130918
+    for values, text in ranks(2).run(_unused_collective):
+        assert values == [2.0, 2.0]
+        assert text == (
+            "differs: ranks traced different programs; the first line that differs:\n"
+            "  rank 0: return %0\n  rank 1: return %x\n"
+            "help: do not branch on the rank in Python: use iris.axis_index and torch.where"
+        )
+
+
+def _mesh_of_two_axes():
+    ctx = iris.iris(1 << 22)
+    mesh = iris.mesh((2, 2), ("dp", "tp"))
+    dp, tp = divmod(ctx.cur_rank, 2)
+
+    @iris.spmd(mesh=mesh, in_specs=(P("dp", None), P(None, "tp"), P("tp", None)), out_specs=P("dp"))
+    def mlp(x, up, down):
+        return iris.all_reduce(F.relu(x @ up) @ down, "tp")
+
+    @iris.spmd(mesh=mesh, in_specs=P(("dp", "tp")), out_specs=P())
+    def everything(x):
+        return iris.all_gather(x, ("dp", "tp"), dim=0)
+
+    x, up, down = small_integers((6, 4)), small_integers((4, 8), 1), small_integers((8, 4), 2)
+    expected = F.relu(x @ up) @ down
+    for _ in range(3):
+        y = mlp(shard(x, 0, dp, 2), shard(up, 1, tp, 2), shard(down, 0, tp, 2))
+        assert torch.equal(y, shard(expected, 0, dp, 2))
+        assert torch.equal(everything(shard(expected, 0, ctx.cur_rank, 4)), expected[:6])
+    return True
+
+
+def test_mesh_of_two_axes(ranks):
+    assert all(ranks(4).run(_mesh_of_two_axes))
+
+
+def _all_gather_once():
+    ctx = iris.iris(1 << 22)
+
+    @iris.spmd(in_specs=(P("tp"), P(), P(), P()), out_specs=(P(), P(), P(), P()))
+    def qkv(x, wq, wk, wv):
+        g = iris.all_gather(x, "tp")
+        return g @ wq, iris.all_gather(x, "tp") @ wk, iris.all_gather(x, "tp") @ wv, g
+
+    x = small_integers((4, 3), ctx.cur_rank)
+    ws = [small_integers((3, 3), 7 + i) for i in range(3)]
+    outs = [qkv(x, *ws) for _ in range(3)][-1]
+    gathers = str(qkv.trace(x, *ws).lower().graph).count("all_gather(%x")
+    return outs, gathers
+
+
+def test_identical_gathers_are_done_once(ranks):
+    # pytorch/pytorch#146045, bytedance/flux#44
+    whole = torch.cat([small_integers((4, 3), r) for r in range(2)])
+    for outs, gathers in ranks(2).run(_all_gather_once):
+        assert gathers == 1
+        for i in range(3):
+            assert torch.equal(outs[i], whole @ small_integers((3, 3), 7 + i))
+        assert torch.equal(outs[3], whole)
