@@ -25,4 +25,18 @@ from iris.errors import (  # noqa: E402
 )
 from iris.runtime.context import Iris as Iris, current as current, iris as iris  # noqa: E402
 from iris.runtime.launch import launch as launch  # noqa: E402
+from iris.spmd.collectives import (  # noqa: E402
+    all_gather as all_gather,
+    all_reduce as all_reduce,
+    all_to_all as all_to_all,
+    axis_index as axis_index,
+    axis_size as axis_size,
+    broadcast as broadcast,
+    ppermute as ppermute,
+    reduce_scatter as reduce_scatter,
+)
+from iris.spmd.decorator import spmd as spmd  # noqa: E402
+from iris.spmd.mesh import AbstractMesh as AbstractMesh, mesh as mesh  # noqa: E402
+from iris.spmd.specs import P as P  # noqa: E402
+
 __version__ = "0.1.0"

@@ -32,18 +32,22 @@ class Knob(Generic[T]):
     doc: str
     in_cache_key: bool = False
 
+    def is_set(self) -> bool:
+        """Say whether the environment gives a value."""
+        return bool(os.environ.get(self.name, "").strip())
+
     def __call__(self) -> T:
         """Return the value in force now. Raises ``ConfigError`` that lists the allowed values."""
         text = os.environ.get(self.name, "").strip()
-        return self.parse_text(text) if text else self.default()
+        return self.read(text, self.name) if text else self.default()
 
-    def parse_text(self, text: str) -> T:
-        """Return the value that ``text`` stands for, or raise ``ConfigError``."""
+    def read(self, text: str, source: str) -> T:
+        """Return the value of ``text``, or raise ``ConfigError`` that names its ``source``."""
         try:
             return self.parse(text)
         except ValueError:
             raise ConfigError(
-                f"{self.name}={text!r} is not allowed", help=f"set it to {self.allowed}"
+                f"{source}={text!r} is not allowed", help=f"set it to {self.allowed}"
             ) from None
 
 

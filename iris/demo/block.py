@@ -9,6 +9,8 @@ import torch.nn.functional as F
 import iris
 from iris import P
 from iris.graph.types import chunk_sizes
+from iris.lower.memory import Memory
+from iris.spmd.explain import Explanation
 
 
 @iris.spmd(
@@ -31,14 +33,12 @@ SPLIT_DIMS = {"x": 0, "w_gate": 1, "w_up": 1, "w_down": 0}
 class RankReport:
     """What one rank did: ``graph`` and ``stages`` are the same on all, ``seconds`` is per call."""
 
-    rank: int
     device: str
     shards: dict[str, tuple[int, ...]]
-    heap_used: int
-    heap_size: int
-    seconds: tuple[float, ...]
+    memory: Memory
     graph: str
-    stages: str
+    stages: Explanation
+    seconds: list[float]
     output: torch.Tensor
 
 
@@ -66,7 +66,8 @@ def run(arguments: dict[str, torch.Tensor], heap_size: int, calls: int) -> RankR
             for name, tensor in arguments.items()
         }
         values = tuple(shards.values())
-        graph = ffn.trace(*values).as_text()
+        traced = ffn.trace(*values)
+        compiled = traced.lower().compile()
         seconds = []
         for _ in range(calls):
             ctx.barrier()
@@ -76,13 +77,11 @@ def run(arguments: dict[str, torch.Tensor], heap_size: int, calls: int) -> RankR
                 torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - start)
         return RankReport(
-            rank=rank,
             device=str(device),
             shards={name: tuple(value.shape) for name, value in shards.items()},
-            heap_used=ctx.heap.used,
-            heap_size=heap_size,
-            seconds=tuple(seconds),
-            graph=graph,
-            stages=str(ffn.explain(*values)),
+            memory=compiled.memory(),
+            graph=traced.as_text(),
+            stages=compiled.explain(),
+            seconds=seconds,
             output=output.cpu(),
         )

@@ -57,6 +57,7 @@ def wait(ptr, epoch, record, stage=0, peer=-1, mask=None):
     since = tl.cast(0, tl.int64)
     state = tl.cast(0, tl.int64)
     polls = tl.cast(0, tl.int32)
+    before = tl.load(record + STATE, volatile=True)
     seen = load_acquire(ptr, mask)
     while _any_short(seen, epoch, mask) & (state == 0):
         polls += 1
@@ -70,9 +71,9 @@ def wait(ptr, epoch, record, stage=0, peer=-1, mask=None):
                 record + STATE, tl.cast(0, tl.int64), bid, sem="relaxed", scope="sys"
             )
         seen = load_acquire(ptr, mask)
-    if state != 0:
-        if state == claim:
-            _write(record, stage, peer, epoch, seen, mask)
+    if state == claim:
+        _write(record, stage, peer, epoch, seen, mask)
+    if (before != 0) | (state != 0):
         _tell_host(record)
     tl.debug_barrier()
     return state == 0

@@ -4,9 +4,10 @@ NOTE [Bounded waits]
 Each rank has a record of int64 words on its heap. A wait that runs out claims its rank's record
 (``STATE``: 0 -> its claim), writes what it waited for, and sets each other rank's ``STATE``, if it
 is still 0, to -(1 + its rank). Every wait looks at its own rank's ``STATE`` now and then and leaves
-when it is not 0, so all kernels of all ranks end soon after. Whoever leaves so also sets a word of
-pinned host memory: the host finds out by reading it, without a copy or a synchronisation while all
-is well. The state stays until the context is closed: after a lost wait the ranks are out of step.
+when it is not 0, so all kernels of all ranks end soon after. A wait that finds ``STATE`` set, at
+its start or later, sets a word of pinned host memory: the host finds out by reading it, without a
+copy or a synchronisation while all is well. The state stays until the context is closed: after a
+lost wait the ranks are out of step.
 """
 
 import zlib
@@ -83,12 +84,13 @@ class Watch:
         self._stages[number] = (what, tuple(ranks))
         return number
 
-    def check(self) -> None:
+    def check(self, synchronized: bool = False) -> None:
         """Raise ``TimeoutError`` if a wait of any rank ran out, ``PeerError`` after ``abort``.
 
-        Reads one word of host memory when neither.
+        Reads one word of host memory, which this rank's next wait sets if another rank's ran out.
+        ``synchronized`` says that the device is idle: then the record is looked at too.
         """
-        if self._raised[0] == 0 and self._reason is None:
+        if self._raised[0] == 0 and self._reason is None and not (synchronized and self.record[0]):
             return
         if self.record.is_cuda:
             torch.cuda.synchronize(self.record.device)  # waits end as soon as the state is set

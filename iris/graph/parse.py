@@ -45,7 +45,9 @@ def parse(text: str) -> Graph:
     bodies: dict[int, list[Node]] = {2: nodes}
     outputs: tuple[Arg, ...] = ()
     writes = []
-    for number, line in reversed(lines[1:]):  # from the last line, so that bodies are there when their stage comes
+    for number, line in reversed(
+        lines[1:]
+    ):  # from the last line, so that bodies are there when their stage comes
         indent = len(line) - len(line.lstrip())
         if line.startswith("  return"):
             outputs = _at_line(number, line[len("  return") :], lambda p: p.args(""))

@@ -50,8 +50,12 @@ def _scope_faults(graph: Graph) -> Iterable[str]:
     taken = [v.name for v in graph.inputs]
     known = set(taken)
     for node in graph.nodes:
-        inside = set(known)if node.body else known
-        yield from (f"{_at(node)} reads %{name} before it is defined" for name in node.uses if name not in known)
+        inside = set(known) if node.body else known
+        yield from (
+            f"{_at(node)} reads %{name} before it is defined"
+            for name in node.uses
+            if name not in known
+        )
         if node.body:
             yield from _stage_faults(node, inside)
             taken += [v.name for inner in node.body for v in inner.outputs]
@@ -61,7 +65,9 @@ def _scope_faults(graph: Graph) -> Iterable[str]:
     if len(set(taken)) < len(taken):
         twice = sorted({name for name in taken if taken.count(name) > 1})
         yield f"defined more than once: {', '.join(f'%{name}' for name in twice)}"
-    yield from (f"returned but never defined: %{name}" for name in graph.live_out if name not in known)
+    yield from (
+        f"returned but never defined: %{name}" for name in graph.live_out if name not in known
+    )
     inputs = {value.name for value in graph.inputs}
     yield from (f"written but no input: %{name}" for name, _ in graph.writes if name not in inputs)
 
@@ -108,7 +114,9 @@ def _effect_faults(before: Graph, after: Graph) -> Iterable[str]:
     for key in dropped:
         if first.get(key) not in found:
             yield f"{_at(wanted[key])} was dropped, and it has effects"
-    yield from (f"{_at(node)} has effects and is new" for key, node in found.items() if key not in wanted)
+    yield from (
+        f"{_at(node)} has effects and is new" for key, node in found.items() if key not in wanted
+    )
     if [key for key in wanted if key in found] != [key for key in found if key in wanted]:
         yield "effects are not in the order they were in"
 

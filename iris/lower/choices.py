@@ -21,7 +21,9 @@ def choose(graph: Graph) -> Mapping[str, Choice]:
     choices = {}
     for node in graph.nodes:
         if node.body:
-            choices[node.outputs[0].name] = Choice("torch", "torch ops, one after the other, over the shared heap")
+            choices[node.outputs[0].name] = Choice(
+                "torch", "torch ops, one after the other, over the shared heap"
+            )
         elif node.op in COLLECTIVES:
             choices[node.outputs[0].name] = Choice("torch", "over the shared heap")
     return choices

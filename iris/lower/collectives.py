@@ -62,7 +62,12 @@ def _resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
 
 
 def make_all_gather(
-    group: Group, shape: Sequence[int], sizes: Sequence[int], dim: int, dtype: torch.dtype, what: str
+    group: Group,
+    shape: Sequence[int],
+    sizes: Sequence[int],
+    dim: int,
+    dtype: torch.dtype,
+    what: str,
 ) -> Collective:
     """Concatenate along ``dim``; ``sizes[i]`` rows come from member i (uneven and zero allowed)."""
     if group.size == 1:
@@ -85,7 +90,9 @@ def reduction(op: str, dtype: torch.dtype, size: int) -> Callable[[Sequence[Tens
     if op not in REDUCTIONS:
         raise UnsupportedError(f"reduction {op!r} is not one of {', '.join(REDUCTIONS)}")
     if dtype == torch.bool and op != "max" and op != "min":
-        raise UnsupportedError(f"{op} of bool tensors has no meaning", help="use max (or) or min (and)")
+        raise UnsupportedError(
+            f"{op} of bool tensors has no meaning", help="use max (or) or min (and)"
+        )
     if dtype.is_complex and op in ("max", "min"):
         raise UnsupportedError(f"{op} of complex tensors has no order")
     combine = {"max": torch.maximum, "min": torch.minimum}.get(op, torch.add)

@@ -33,7 +33,9 @@ NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 def dtype_name(dtype: torch.dtype) -> str:
     """``torch.bfloat16`` -> ``bf16``. UnsupportedError for a dtype that graphs do not have."""
     if dtype not in NAMES:
-        raise UnsupportedError(f"iris has no tensors of {dtype}", help=f"use one of {sorted(NAMES.values())}")
+        raise UnsupportedError(
+            f"iris has no tensors of {dtype}", help=f"use one of {sorted(NAMES.values())}"
+        )
     return NAMES[dtype]
 
 

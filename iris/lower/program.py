@@ -90,7 +90,9 @@ class _Writer:
         outputs = "".join(f"{self._text(arg)}, " for arg in self.graph.outputs)
         self.lines.append(f"return ({outputs})")
         parameters = ", ".join(_variable(value.name) for value in self.graph.inputs)
-        text = f"def {self._name()}({parameters}):\n" + "".join(f"    {line}\n" for line in self.lines)
+        text = f"def {self._name()}({parameters}):\n" + "".join(
+            f"    {line}\n" for line in self.lines
+        )
         staging = [group.staging(1) for group in self.groups]
         return Executable(self._compile(text), text, sum(2 * s.nbytes for s in staging))
 
@@ -107,7 +109,11 @@ class _Writer:
     def _last_uses(self, nodes: Sequence[Node]) -> dict[int, list[str]]:
         """Values to drop after each node: made by a node, and not read again."""
         made = {value.name for node in nodes for value in node.outputs}
-        last = {name: i for i, node in enumerate(nodes) for name in (*node.uses, *(v.name for v in node.outputs))}
+        last = {
+            name: i
+            for i, node in enumerate(nodes)
+            for name in (*node.uses, *(v.name for v in node.outputs))
+        }
         table: dict[int, list[str]] = {}
         for name in made - set(self.graph.live_out):
             table.setdefault(last[name], []).append(name)
@@ -129,7 +135,9 @@ class _Writer:
             index = self.place.group(axes_of(node)).index
             self.space["axis_index"] = torch.tensor
             return f"axis_index({index}, device={self._text(Token('device'))})"
-        name, function = torch_function(node.op, self.graph.types[node.out.name] if node.outputs else None)
+        name, function = torch_function(
+            node.op, self.graph.types[node.out.name] if node.outputs else None
+        )
         self.space[name] = function
         args = [self._text(arg) for arg in node.args]
         args += [f"{key}={self._text(arg)}" for key, arg in node.attrs]
@@ -184,7 +192,9 @@ class _Writer:
         sizes = scattered(shape[dim], axes, self.graph)
         dtype, op = TORCH_DTYPES[type_.dtype], str(node.kwargs.get("op", "sum"))
         group = self.group(node)
-        return collectives.make_reduce_scatter(group, shape, sizes, dim, op, dtype, self._what(node))
+        return collectives.make_reduce_scatter(
+            group, shape, sizes, dim, op, dtype, self._what(node)
+        )
 
     def _all_reduce(self, node: Node) -> Collective:
         type_, shape = self._operand(node)
@@ -204,18 +214,24 @@ class _Writer:
                 shapes[member][concat] = size
         splits = scattered(shape[split], axes, self.graph)
         dtype = TORCH_DTYPES[type_.dtype]
-        return collectives.make_all_to_all(group, shapes, split, splits, concat, dtype, self._what(node))
+        return collectives.make_all_to_all(
+            group, shapes, split, splits, concat, dtype, self._what(node)
+        )
 
     def _broadcast(self, node: Node) -> Collective:
         type_, shape = self._operand(node)
         group, src = self.group(node), int(node.kwargs["src"])  # type: ignore[arg-type]
-        return collectives.make_broadcast(group, shape, src, TORCH_DTYPES[type_.dtype], self._what(node))
+        return collectives.make_broadcast(
+            group, shape, src, TORCH_DTYPES[type_.dtype], self._what(node)
+        )
 
     def _ppermute(self, node: Node) -> Collective:
         type_, shape = self._operand(node)
         perm: Any = node.kwargs["perm"]
         group = self.group(node)
-        return collectives.make_ppermute(group, shape, perm, TORCH_DTYPES[type_.dtype], self._what(node))
+        return collectives.make_ppermute(
+            group, shape, perm, TORCH_DTYPES[type_.dtype], self._what(node)
+        )
 
 
 COLLECTIVES: dict[str, Callable[[_Writer, Node], Collective]] = {
@@ -241,7 +257,9 @@ def torch_function(op: str, type_: TensorType | None) -> tuple[str, Callable[...
         packet = getattr(getattr(torch.ops, space or "aten"), packet_name)
         function = getattr(packet, overload or "default")
     except AttributeError:
-        raise UnsupportedError(f"this torch has no op {op!r}", help="trace the program with this version") from None
+        raise UnsupportedError(
+            f"this torch has no op {op!r}", help="trace the program with this version"
+        ) from None
     return op.replace("::", "_").replace(".", "_"), function
 
 

@@ -83,7 +83,9 @@ def _agree(
 
 
 @lru_cache(maxsize=CACHED_CALLS)
-def _build(make: Callable[..., lowered.Collective], group: Group, *args: object) -> lowered.Collective:
+def _build(
+    make: Callable[..., lowered.Collective], group: Group, *args: object
+) -> lowered.Collective:
     """The collective for these arguments. Members call in one order, so their caches hit and miss together."""
     return make(group, *args, make.__name__.removeprefix("make_"))
 
@@ -94,5 +96,13 @@ def forget(group: Group) -> None:
     _build.cache_clear()
 
 
-__all__ = ["REDUCTIONS", "all_gather", "all_reduce", "all_to_all", "broadcast", "ppermute", "reduce_scatter"]
+__all__ = [
+    "REDUCTIONS",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "ppermute",
+    "reduce_scatter",
+]
 _ = torch

@@ -10,6 +10,7 @@ barrier, which is the cheapest one that Python reaches).
 import os
 import platform
 import struct
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,18 +165,29 @@ class Board:
                 raise PeerError(f"rank {contact.rank} (pid {contact.pid}) died in start-up")
             self.pages[contact.rank] = Page(Segment.open(contact.address))
 
-    def trouble(self, rank: int) -> str | None:
-        """Say why ``rank`` will not answer any more, or None if it may."""
+    def loss(self, rank: int) -> str | None:
+        """Say how ``rank`` was lost (it failed or died), or None."""
         if rank == self.rank:
             return None
         page = self.pages[rank]
         if page.state == FAILED:
             return f"rank {rank} failed: {page.message}"
-        if page.state == CLOSED:
-            return f"rank {rank} closed its context"
-        if self._is_dead(rank):
+        if page.state == OPEN and self._is_dead(rank):
             return f"rank {rank} (pid {self._contacts[rank].pid}) died"
         return None
+
+    def trouble(self, rank: int) -> str | None:
+        """Say why ``rank`` will not answer any more, or None if it may."""
+        if rank != self.rank and self.pages[rank].state == CLOSED:
+            return f"rank {rank} closed its context"
+        return self.loss(rank)
+
+    def wait_until_alone(self, seconds: float) -> None:
+        """Wait until every peer has left, for at most ``seconds``."""
+        deadline = time.monotonic() + seconds
+        peers = [rank for rank in self.pages if rank != self.rank]
+        while time.monotonic() < deadline and any(self.trouble(rank) is None for rank in peers):
+            time.sleep(0.005)
 
     def _is_dead(self, rank: int) -> bool:
         contact = self._contacts[rank]

@@ -1,13 +1,11 @@
 """The Iris class: the symmetric heap and its peers, as seen from one rank."""
 
 import atexit
-import json
 import os
 import sys
 import weakref
 import zlib
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +16,17 @@ from torch import Tensor
 from iris import config
 from iris.errors import ConfigError, IrisError, UnsupportedError
 from iris.logging import RankLogging
-from iris.runtime.board import CLOSED, FAILED, Board, Contact, Page
+from iris.runtime.board import CLOSED, FAILED, Board, Page
 from iris.runtime.broadcast import broadcast
+from iris.runtime.contacts import meet
+from iris.runtime.copy_engine import CopyEngine
 from iris.runtime.creation import Creation
 from iris.runtime.devices import Placement, compute_units, sharing
 from iris.runtime.groups import Group
 from iris.runtime.heap import Heap, slab_bytes
 from iris.runtime.rendezvous import Rendezvous
-from iris.runtime.segments import Address
-from iris.runtime.slabs import Slab, create_slab
+from iris.runtime.slabs import create_slab
+from iris.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from iris.device.barrier import DeviceBarrier
@@ -69,7 +69,7 @@ def current_or_none() -> "Iris | None":
     return _current
 
 
-class Iris(Creation, RankLogging):
+class Iris(Creation, CopyEngine, RankLogging):
     """One rank's view of the world: its heap, its peers, barriers, and torch-style tensors on the
     heap.
 
@@ -89,7 +89,6 @@ class Iris(Creation, RankLogging):
         rendezvous: Rendezvous,
         board: Board,
         world: Group,
-        slab: Slab,
         heap: Heap,
         gpu_ranks: int,
     ) -> None:
@@ -100,10 +99,10 @@ class Iris(Creation, RankLogging):
         self.world = world
         self.ranks_on_device = gpu_ranks
         self._board = board
-        self._slab = slab
         self._groups: dict[tuple[int, ...], Group] = {world.ranks: world}
         self._tables: dict[str, Tensor] = {}
         self._barriers: dict[int, DeviceBarrier] = {}
+        self._watchdog: Watchdog | None = None
         self._closed = False
 
     @classmethod
@@ -125,7 +124,7 @@ class Iris(Creation, RankLogging):
     def _build(
         cls, rendezvous: Rendezvous, placement: Placement, board: Board, heap_size: int, kind: str
     ) -> "Iris":
-        uuids = _meet(rendezvous, board, placement)
+        uuids = meet(rendezvous, board, placement)
         world = Group(board, None, range(rendezvous.size))
         what = (
             f"iris.iris(heap_size={heap_size}, allocator_type={kind!r}) on {placement.device.type}"
@@ -137,8 +136,11 @@ class Iris(Creation, RankLogging):
             rendezvous.init_process_group(own_gpu=gpus == rendezvous.size)
         slab = create_slab(kind, placement.device, world, slab_bytes(heap_size))
         heap = world.heap = Heap(slab, world, heap_size, placement.device)
-        self = cls(rendezvous, board, world, slab, heap, sharing(uuids, rendezvous.rank))
+        self = cls(rendezvous, board, world, heap, sharing(uuids, rendezvous.rank))
         self.watch = _watch(self)
+        if placement.device.type == "cuda":
+            self._watchdog = Watchdog(board, self.watch)
+            self._watchdog.start()
         self._become_current()
         if self.cur_rank == 0 and 0 < gpus < self.num_ranks:
             self.info(f"simulation: {self.num_ranks} ranks run on {gpus} GPU{'s' * (gpus > 1)}")
@@ -250,28 +252,6 @@ class Iris(Creation, RankLogging):
         values = (self.cur_rank, self.num_ranks, *self.heap.bases)
         return self._table("context", values, torch.int64)
 
-    def get_copy_engine_ctx(self) -> Tensor | None:
-        """Return the copy engine's device context: None, as this context has no copy engine."""
-        return None
-
-    def put(self, *args: Any, **kwargs: Any) -> None:
-        """Copy through the copy engine. Raises ``UnsupportedError`` (a RuntimeError): it is
-        disabled.
-        """
-        raise _no_copy_engine("put")
-
-    def put_tile(self, *args: Any, **kwargs: Any) -> None:
-        """Copy a tile through the copy engine. Raises like ``put``."""
-        raise _no_copy_engine("put_tile")
-
-    def put_tiles(self, *args: Any, **kwargs: Any) -> None:
-        """Copy tiles through the copy engine. Raises like ``put``."""
-        raise _no_copy_engine("put_tiles")
-
-    def quiet(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for the copy engine. Raises like ``put``."""
-        raise _no_copy_engine("quiet")
-
     def close(self) -> None:
         """Leave the world: free the heap and tell peers. Tensors of this heap must not be used by
         peers any more.
@@ -301,9 +281,10 @@ class Iris(Creation, RankLogging):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None:
-            self.fail(describe(error))
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self._leave(FAILED, describe(error))
 
     def _table(self, name: str, values: Sequence[int], dtype: torch.dtype) -> Tensor:
         if name not in self._tables:
@@ -334,8 +315,18 @@ class Iris(Creation, RankLogging):
         self._closed = True
         if _current is self:
             _current = None
-        self._board.leave(state, message)
-        self._slab.close()
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        if self.device.type == "cpu":
+            self._board.leave(state, message)
+            self.heap.close()
+        elif state == FAILED:
+            self._board.leave(state, message)  # peers' kernels may still use this heap: keep it
+        else:
+            torch.cuda.synchronize(self.device)  # no kernel of this rank uses a peer any more
+            self._board.leave(state)
+            self._board.wait_until_alone(config.timeout())  # nor does a peer's use this rank
+            self.heap.close()
 
 
 _BARRIER = zlib.crc32(b"barrier")
@@ -366,59 +357,13 @@ def _leave_at_exit(ref: "weakref.ref[Iris]") -> None:
         self.close()
 
 
-def _meet(rendezvous: Rendezvous, board: Board, placement: Placement) -> list[str]:
-    """Exchange contacts with all ranks and open their boards. Return every rank's device uuid."""
-    own = board.contact
-    card = {
-        "host": _host(),
-        "uuid": placement.uuid,
-        "pid": own.pid,
-        "started": own.started,
-        "fd": own.address.fd,
-        "nbytes": own.address.nbytes,
-        "secret": own.address.secret.hex(),
-    }
-    number = rendezvous.count("contexts")
-    cards = [
-        json.loads(text)
-        for text in rendezvous.gather("iris.iris", f"cards/{number}", json.dumps(card))
-    ]
-    away = [rank for rank, other in enumerate(cards) if other["host"] != card["host"]]
-    if away:
-        raise UnsupportedError(
-            f"ranks {away} run on another host or in another container than rank {own.rank}",
-            help="the symmetric heap spans one host: start all ranks there",
-        )
-    board.connect([_contact(rank, other) for rank, other in enumerate(cards)])
-    return [other["uuid"] for other in cards]
-
-
-def _contact(rank: int, card: dict[str, Any]) -> Contact:
-    address = Address(card["pid"], card["fd"], card["nbytes"], bytes.fromhex(card["secret"]))
-    return Contact(rank, address.pid, card["started"], address)
-
-
-def _no_copy_engine(name: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{name} needs the copy engine, which is disabled in this context",
-        help="use torch's copy_ on ctx.heap.peer_tensor(...), or iris.put inside a kernel",
-    )
-
-
-def _host() -> str:
-    """Name what shared memory can span: one boot of one kernel, one process namespace."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return os.uname().nodename
-
-
 def _checked(heap_size: int, allocator_type: str, engines: str | Sequence[str]) -> str:
     """Check the arguments of ``iris`` and return the kind of allocator in force."""
     if heap_size <= 0:
         raise ConfigError(f"heap_size={heap_size!r} must be a number of bytes above 0")
-    kind = config.allocator.parse_text(os.environ.get(config.allocator.name) or allocator_type)
+    kind = config.allocator.read(allocator_type, "allocator_type")
+    if config.allocator.is_set():
+        kind = config.allocator()
     names = (engines,) if isinstance(engines, str) else tuple(engines)
     unknown = [name for name in names if name != "sdma"]
     if unknown:

@@ -113,6 +113,7 @@ class Heap:
         self._made: dict[int, int] = {}
         self._dropped: deque[Key] = deque()
         self._guarded = config.check()
+        self._closed = False
 
     def allocate(
         self, nbytes: int, group: Group | None = None, align: int = ALIGN, internal: bool = False
@@ -124,7 +125,7 @@ class Heap:
         ``HeapExhaustedError`` where any member has no room.
         """
         group = group or self._world
-        self._check_no_capture()
+        self._check_usable()
         self.check_guards()
         taken = _round_up(max(1, nbytes) + (ALIGN if self._guarded else 0), ALIGN)
         request = _Request(nbytes, taken, max(align, ALIGN), internal, user_line())
@@ -188,7 +189,14 @@ class Heap:
                     help="look for a store without a mask, or a workspace made for a smaller shape",
                 )
 
-    def _check_no_capture(self) -> None:
+    def close(self) -> None:
+        """Allocate no more, and let go of the slab; tensors of this rank stay usable."""
+        self._closed = True
+        self._slab.close()
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise IrisError("this iris context is closed", help="create one with iris.iris()")
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise IrisError(
                 "the heap cannot allocate while a CUDA graph is captured",

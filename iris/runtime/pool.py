@@ -12,12 +12,12 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
-import cloudpickle
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from iris.errors import ConfigError, LaunchError
 from iris.runtime.devices import available_cores
 from iris.runtime.rendezvous import ABORT_KEY
+from iris.runtime.transport import dumps
 from iris.runtime.worker import RENEW, STACK_SIGNAL, Failure, Result, Setup
 from iris.runtime.zygote import Zygote, zygote
 
@@ -164,12 +164,12 @@ class RankPool:
         items: Sequence[tuple[Any, ...]],
         timeout: float | None,
     ) -> list[Any]:
-        call = cloudpickle.dumps((fn, args, kwargs))
+        call = dumps((fn, args, kwargs))
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             self._start()
             for rank, item in zip(self._ranks, items, strict=True):
-                rank.send(cloudpickle.dumps((call, item)))
+                rank.send(dumps((call, item)))
             results, failures = self._collect(deadline, timeout)
         except BaseException:
             self._discard()

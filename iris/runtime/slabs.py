@@ -173,6 +173,7 @@ def _torch_symmetric(world: Group, nbytes: int, device: torch.device) -> Slab:
     import torch.distributed as dist
     from torch.distributed import _symmetric_memory as symm_mem
 
+    assert dist.group.WORLD is not None  # iris.iris() saw to it
     tensor = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
     handle = symm_mem.rendezvous(tensor, dist.group.WORLD)
     held = [tensor, handle]

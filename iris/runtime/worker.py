@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
-import cloudpickle
 import torch
 
 from iris.errors import PeerError
 from iris.runtime import context
+from iris.runtime.transport import dumps
 
 STACK_SIGNAL = signal.SIGUSR2
 RENEW = b""
@@ -105,7 +105,7 @@ def _answer(task: bytes) -> Result | Failure:
     try:
         call, item = pickle.loads(task)
         fn, args, kwargs = pickle.loads(call)
-        return Result(cloudpickle.dumps(fn(*args, *item, **kwargs)))
+        return Result(dumps(fn(*args, *item, **kwargs)))
     except BaseException as error:
         return _failure(error)
     finally:
@@ -140,4 +140,4 @@ def _renew() -> Result:
     found = context.current_or_none()
     if found is not None:
         found.renew()
-    return Result(cloudpickle.dumps(None))
+    return Result(dumps(None))

@@ -28,6 +28,8 @@ _PR_SET_PDEATHSIG = 1
 _FORK, _REAP = b"fork", b"reap"
 _REPLY = struct.Struct("<qq")  # value, errno
 _RUNNING = -1
+# Variables that libraries read when they are imported. All others reach a rank after the fork.
+_READ_AT_IMPORT = ("KMP_", "LD_", "MKL_", "OMP_", "PYTHON", "PYTORCH_", "TORCH", "TRITON_")
 
 
 class Zygote:
@@ -39,8 +41,8 @@ class Zygote:
         self._finalizer = weakref.finalize(self, _hang_up, control, process)
 
     @classmethod
-    def start(cls, env: dict[str, str]) -> "Zygote":
-        """Start a zygote with this environment and the launcher's import path."""
+    def start(cls) -> "Zygote":
+        """Start a zygote with the launcher's environment and import path."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         code = (
             f"import sys; sys.path[:] = {sys.path!r}\n"
@@ -49,7 +51,6 @@ class Zygote:
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-c", code],
-                env=env,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is the launcher's to handle
@@ -90,18 +91,17 @@ class Zygote:
 
 
 def zygote() -> Zygote:
-    """Return the running zygote; a new one only where the environment it imported torch under has
-    changed.
+    """Return the running zygote; a new one only where what it imported torch under has changed.
 
     It is kept for the life of the launcher because starting one takes seconds.
     """
-    env = {name: value for name, value in os.environ.items() if not name.startswith("IRIS_")}
-    return _started(tuple(sorted(env.items())), tuple(sys.path))
+    names = sorted(name for name in os.environ if name.startswith(_READ_AT_IMPORT))
+    return _started(tuple((name, os.environ[name]) for name in names), tuple(sys.path))
 
 
 @functools.lru_cache(maxsize=1)
 def _started(env: tuple[tuple[str, str], ...], path: tuple[str, ...]) -> Zygote:
-    return Zygote.start(dict(env))
+    return Zygote.start()
 
 
 def _hang_up(control: socket.socket, process: "subprocess.Popen[bytes]") -> None:

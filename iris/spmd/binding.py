@@ -27,7 +27,9 @@ class Bound:
 class Binder:
     """Binds calls of one function, so that the same call gives the same key however it is written."""
 
-    def __init__(self, fn: Callable[..., Any], name: str, static_argnames: Sequence[str], skip: int) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], name: str, static_argnames: Sequence[str], skip: int
+    ) -> None:
         parameters = list(inspect.signature(fn).parameters.values())[skip:]
         self.name = name
         self.signature = inspect.Signature(parameters)
@@ -70,7 +72,10 @@ class Binder:
         for name, value in zip(self.names, values, strict=True):
             labels.append(name)
             if not (isinstance(value, Tensor) or type(value) in SIMPLE or name in self.static):
-                labels += [name + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(value)[0]]
+                labels += [
+                    name + pytree.keystr(path)
+                    for path, _ in pytree.tree_flatten_with_path(value)[0]
+                ]
         return labels
 
     def _flatten(self, name: str, value: Any, tensors: list[Tensor], key: list[object]) -> None:
@@ -98,7 +103,9 @@ class Binder:
         kwargs: dict[str, Any] = {}
         for name, kind, value in zip(self.names, self._kinds, values, strict=True):
             if name not in self.static:
-                value = pytree.tree_map(lambda v: next(waiting) if isinstance(v, Tensor) else v, value)
+                value = pytree.tree_map(
+                    lambda v: next(waiting) if isinstance(v, Tensor) else v, value
+                )
             if kind in POSITIONAL:
                 args.append(value)
             elif kind is inspect.Parameter.VAR_POSITIONAL:

@@ -112,7 +112,7 @@ def all_gather(
     if trace is None:
         return eager.all_gather(_group(axis, group, mesh), x, dim)
     axes = _axes(trace, axis, group)
-    gathered = trace.gathered_size(axes, x.shape[dim], size)
+    gathered = trace.gathered_size(axes, x, dim, size)
     return _all_gather(x, ",".join(axes), dim, gathered)
 
 
@@ -193,7 +193,7 @@ def all_to_all(
     if split_dim == concat_dim:
         joined = kept = size or kept * trace.bind(axes)[0].size(axes)
     else:
-        joined = trace.gathered_size(axes, x.shape[concat_dim], size)
+        joined = trace.gathered_size(axes, x, concat_dim, size)
     return _all_to_all(x, ",".join(axes), split_dim, concat_dim, kept, joined)
 
 
@@ -286,7 +286,9 @@ def _axes(trace: TraceContext, axis: Axis | None, group: GroupLike | None) -> tu
             return mesh.shape.names
         return trace.bind("world")[1]
     ranks = current().group(group).ranks
-    for names in () if mesh is None else [(name,) for name in mesh.shape.names] + [mesh.shape.names]:
+    for names in (
+        () if mesh is None else [(name,) for name in mesh.shape.names] + [mesh.shape.names]
+    ):
         if mesh is not None and mesh.members(names) == ranks:
             return names
     raise SpecError(
@@ -311,7 +313,9 @@ def _dim(x: Tensor, dim: int, name: str) -> int:
     if not isinstance(x, Tensor):
         raise SpecError(f"{name}: takes a tensor, got {type(x).__name__}")
     if not -x.dim() <= dim < x.dim():
-        raise SpecError(f"{name}: dim {dim} of a tensor with {x.dim()} dims (shape {tuple(x.shape)})")
+        raise SpecError(
+            f"{name}: dim {dim} of a tensor with {x.dim()} dims (shape {tuple(x.shape)})"
+        )
     return dim % x.dim()
 
 

@@ -1,13 +1,15 @@
 """What is being traced right now: the program's name and mesh, and the sizes known along its axes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from iris.errors import SpecError, TraceError
-from iris.graph.types import chunk_sizes
+from torch import Tensor
+
+from iris.errors import SpecError
+from iris.graph.types import TensorType, chunk_sizes
 from iris.spmd.mesh import ProgramMesh
 
 Axis = str | tuple[str, ...]
@@ -26,7 +28,9 @@ class TraceContext:
     uneven: bool = False
     calls: list[Any] = field(default_factory=list)  # nested functions traced so far, by number
     signatures: dict[object, Any] = field(default_factory=dict)
-    _globals: dict[tuple[tuple[str, ...], int], set[int]] = field(default_factory=dict)
+    type_of: Callable[[Tensor], TensorType] | None = (
+        None  # of a traced tensor, where shards are uneven
+    )
 
     def bind(self, axis: Axis) -> tuple[ProgramMesh, tuple[str, ...]]:
         """The mesh and the axes that ``axis`` names in it. SpecError for an unknown axis."""
@@ -44,29 +48,22 @@ class TraceContext:
         return self.mesh, names
 
     def know(self, axes: tuple[str, ...], size: int) -> None:
-        """Remember that some dim of ``size`` rows is split over ``axes``."""
-        if self.mesh is None:
-            return
-        place = dict(self.mesh.coord)
-        local = size
-        for axis in axes:
-            parts = chunk_sizes(local, self.mesh.shape.size(axis))
-            self.uneven |= len(set(parts)) > 1
-            local = parts[place[axis]]
-        self._globals.setdefault((axes, local), set()).add(size)
+        """Notice that some dim of ``size`` rows is split over ``axes``, perhaps unevenly."""
+        if self.mesh is not None:
+            self.uneven |= len(set(self.scattered_sizes(axes, size))) > 1
 
-    def gathered_size(self, axes: tuple[str, ...], local: int, size: int | None) -> int:
-        """Rows of a dim of ``local`` rows once it is gathered over ``axes``."""
+    def gathered_size(self, axes: tuple[str, ...], x: Tensor, dim: int, size: int | None) -> int:
+        """Rows of dim ``dim`` of ``x`` once it is gathered over ``axes``."""
         assert self.mesh is not None
         if size is not None:
             return size
-        known = self._globals.get((axes, local), set()) if self.uneven else set()
-        if len(known) > 1:
-            raise TraceError(
-                f"{self.name}: a shard of {local} rows over {axes} can come from {sorted(known)} rows",
-                help="pass size= (rows after the gather) to all_gather",
-            )
-        return next(iter(known), local * self.mesh.size(axes))
+        if self.uneven and self.type_of is not None:
+            type_ = self.type_of(x)
+            kept = len(type_.spec[dim]) - len(axes)
+            if type_.spec[dim][max(kept, 0) :] == axes:
+                joined = type_.with_dim(dim, type_.shape[dim], type_.spec[dim][:kept])
+                return joined.local_shape(self.mesh.shape, dict(self.mesh.coord))[dim]
+        return x.shape[dim] * self.mesh.size(axes)
 
     def scattered_sizes(self, axes: tuple[str, ...], size: int) -> tuple[int, ...]:
         """Rows that each member of ``axes`` keeps of ``size``."""

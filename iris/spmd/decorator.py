@@ -255,7 +255,8 @@ def spmd(
         if not callable(function):
             raise SpecError(f"@iris.spmd decorates a function, not a {type(function).__name__}")
         title = name or getattr(function, "__name__", type(function).__name__)
-        return SpmdFunction(function, Options(title, mesh, in_specs, out_specs, lowering, fuse), static_argnames)
+        return SpmdFunction(
+            function, Options(title, mesh, in_specs, out_specs, lowering, fuse), static_argnames
+        )
 
     return decorate if fn is None else decorate(fn)
-

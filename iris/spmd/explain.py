@@ -39,7 +39,9 @@ class Explanation:
             table.add_column(heading)
         for row in self.rows:
             times = "\n".join(f"{name} {time:.0f}" for name, time in row.choice.candidates)
-            table.add_row(row.stage, row.result, row.loc, row.choice.algorithm, row.choice.why, times)
+            table.add_row(
+                row.stage, row.result, row.loc, row.choice.algorithm, row.choice.why, times
+            )
         return table
 
     def reasons(self) -> Table:
@@ -76,10 +78,14 @@ def explain(graph: Graph, fused: Graph, choices: dict[str, Choice]) -> Explanati
     """
     plain = Choice("torch", "compute that is not part of a stage")
     rows = [
-        Row(node.op, f"%{node.outputs[0].name}: {node.outputs[0].type}", node.loc, choices.get(node.outputs[0].name, plain))
+        Row(
+            node.op,
+            f"%{node.outputs[0].name}: {node.outputs[0].type}",
+            node.loc,
+            choices.get(node.outputs[0].name, plain),
+        )
         for node in fused.nodes
         if node.body or node.outputs[0].name in choices
     ]
     unfused = tuple((entry.op, entry.loc, entry.reason) for entry in fusion_report(graph))
     return Explanation(fused.name, str(fused.mesh), tuple(rows), unfused)
-

@@ -116,7 +116,12 @@ def _holder(access: Access) -> Access:
     """The object whose method an access finds, which is what can change: ``items.append`` reads ``items``."""
     value = access.get()
     bound = getattr(value, "__self__", None)
-    if access.attributes and callable(value) and bound is not None and not isinstance(bound, types.ModuleType):
+    if (
+        access.attributes
+        and callable(value)
+        and bound is not None
+        and not isinstance(bound, types.ModuleType)
+    ):
         return Access(access.space, access.name, access.attributes[:-1])
     return access
 
@@ -125,11 +130,19 @@ def _user_function(value: Any) -> tuple[types.FunctionType, object] | None:
     """The Python function that calling ``value`` runs, and its self; None for anything of a library."""
     value = getattr(value, "__wrapped_spmd__", value)
     if isinstance(value, types.MethodType):
-        return (value.__func__, value.__self__) if isinstance(value.__func__, types.FunctionType) else None
+        return (
+            (value.__func__, value.__self__)
+            if isinstance(value.__func__, types.FunctionType)
+            else None
+        )
     if isinstance(value, types.FunctionType):
         return value, None
     if isinstance(value, torch.nn.Module) and not _is_library(type(value)):
-        return (type(value).forward, value) if isinstance(type(value).forward, types.FunctionType) else None
+        return (
+            (type(value).forward, value)
+            if isinstance(type(value).forward, types.FunctionType)
+            else None
+        )
     return None
 
 
@@ -138,7 +151,9 @@ def _accesses(function: types.FunctionType, owner: object) -> Iterator[Access]:
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
     first = code.co_varnames[0] if owner is not None and code.co_argcount else None
     for inner in _codes(code):
-        yield from _chains(inner, function.__globals__, cells, first if inner is code else None, owner)
+        yield from _chains(
+            inner, function.__globals__, cells, first if inner is code else None, owner
+        )
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -150,7 +165,11 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _chains(
-    code: types.CodeType, globals_: dict[str, Any], cells: dict[str, Any], first: str | None, owner: object
+    code: types.CodeType,
+    globals_: dict[str, Any],
+    cells: dict[str, Any],
+    first: str | None,
+    owner: object,
 ) -> Iterator[Access]:
     """Accesses in one code object: a load from outside and the attribute loads that follow it."""
     start: tuple[Any, str] | None = None

@@ -1,5 +1,6 @@
 """From an FX graph of ATen ops and collectives to our graph: names, types, user lines, in-place writes."""
 
+import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,27 +42,35 @@ class Importer:
     _types: dict[str, TensorType] = field(default_factory=dict)
     _makers: dict[str, str] = field(default_factory=dict)
     _count: int = 0
+    _seen: int = 0
 
     def run(self, traced: Traced, inputs: Sequence[Value]) -> Graph:
         """The whole graph; ``inputs`` name and type the placeholders."""
-        waiting = list(inputs)
-        module = traced.module
-        values: Sequence[Any] = ()
-        for node in module.graph.nodes:
+        self.advance(traced.module, traced.module.graph, inputs)
+        values = self._results(traced.module.graph)
+        outputs = tuple(self._output(output, values, inputs) for output in traced.outputs)
+        writes = tuple(self.writes.items())
+        return Graph(self.name, self.mesh, tuple(self.inputs), tuple(self.nodes), outputs, writes)
+
+    def advance(self, module: Any, graph: torch.fx.Graph, inputs: Sequence[Value]) -> None:
+        """Import the nodes of ``graph`` that came since the last time; ``module`` holds its tensors."""
+        for node in itertools.islice(graph.nodes, self._seen, None):
+            self._seen += 1
             if node.op == "placeholder":
-                value = waiting.pop(0)
-                self._bind_input(node, value)
+                self._bind_input(node, inputs[len(self.inputs)])
             elif node.op == "get_attr":
                 self._capture(node, getattr(module, node.target))
             elif node.op == "call_function":
                 self._call(node)
-            else:
-                values = node.args[0]
-        outputs = tuple(self._output(output, values, inputs) for output in traced.outputs)
-        writes = tuple(self.writes.items())
-        return Graph(
-            self.name, self.mesh, tuple(self.inputs), tuple(self.nodes), outputs, writes
-        )
+
+    def type_of(self, node: Any) -> TensorType:
+        """The type of an imported FX node of one tensor."""
+        ref = self._env[node]
+        assert isinstance(ref, Ref)
+        return self._types[ref.name]
+
+    def _results(self, graph: torch.fx.Graph) -> Sequence[Any]:
+        return next(node for node in reversed(graph.nodes) if node.op == "output").args[0]
 
     def _bind_input(self, node: Any, value: Value) -> None:
         self.inputs.append(value)
@@ -108,7 +117,6 @@ class Importer:
         operands, number = node.args
         module = self.calls[number].traced.module
         waiting = [self._env[operand] for operand in operands]
-        values: Sequence[Any] = ()
         for inner in module.graph.nodes:
             if inner.op == "placeholder":
                 self._env[inner] = waiting.pop(0)
@@ -116,11 +124,11 @@ class Importer:
                 self._capture(inner, getattr(module, inner.target))
             elif inner.op == "call_function":
                 self._call(inner)
-            else:
-                values = inner.args[0]
-        self._env[node] = tuple(self._env[value] for value in values)
+        self._env[node] = tuple(self._env[value] for value in self._results(module.graph))
 
-    def _emit(self, op: str, args: tuple[Arg, ...], attrs: tuple[tuple[str, Arg], ...], node: Any) -> Arg:
+    def _emit(
+        self, op: str, args: tuple[Arg, ...], attrs: tuple[tuple[str, Arg], ...], node: Any
+    ) -> Arg:
         loc = node.meta.get("loc", "")
         results = node.meta["val"]
         many = isinstance(results, list | tuple)
@@ -201,7 +209,9 @@ class Importer:
         return None
 
 
-def collective(name: str, args: tuple[Arg, ...]) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+def collective(
+    name: str, args: tuple[Arg, ...]
+) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
     """``iris::name(x, axis, ...)`` as a graph op: axis names apart, local sizes left to the types."""
     fields = {
         "all_gather": ("axis", "dim"),

@@ -39,7 +39,8 @@ def _results(inputs: Sequence[Tensor], number: int) -> list[Tensor]:
     values = next(node for node in traced.module.graph.nodes if node.op == "output").args[0]
     fakes = [value.meta["val"] for value in values]
     return [
-        torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta") for fake in fakes
+        torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
+        for fake in fakes
     ]
 
 
@@ -53,7 +54,8 @@ def call_inline(
 ) -> Any:
     """Call ``fn`` inside the trace of ``context``."""
     args, kwargs = binder.rebuild(bound.values, bound.tensors)
-    if not bound.tensors or not all(is_traced(tensor) for tensor in bound.tensors):
+    apart = bound.tensors and all(is_traced(tensor) for tensor in bound.tensors)
+    if context.uneven or not apart:
         return fn(*args, **kwargs)
     if key not in context.signatures:
         context.signatures[key] = _trace(fn, binder, bound, context)
@@ -62,13 +64,19 @@ def call_inline(
         return fn(*args, **kwargs)
     results = _CALL(bound.tensors, call.number)
     leaves = [
-        results[out.item] if out.kind == "value" else bound.tensors[out.item] if out.kind == "input" else out.item
+        results[out.item]
+        if out.kind == "value"
+        else bound.tensors[out.item]
+        if out.kind == "input"
+        else out.item
         for out in call.traced.outputs
     ]
     return pytree.tree_unflatten(leaves, call.traced.out_tree)
 
 
-def _trace(fn: Callable[..., Any], binder: Binder, bound: Bound, context: TraceContext) -> InlineCall | None:
+def _trace(
+    fn: Callable[..., Any], binder: Binder, bound: Bound, context: TraceContext
+) -> InlineCall | None:
     """Trace ``fn`` apart from the outer trace; None where a call cannot stand for it."""
     metadata = [(t.shape, t.stride(), t.dtype, t.device) for t in bound.tensors]
 
@@ -80,7 +88,9 @@ def _trace(fn: Callable[..., Any], binder: Binder, bound: Bound, context: TraceC
             torch.empty_strided(shape, stride, dtype=dtype, device="meta").to(device="meta")
             for shape, stride, dtype, _ in metadata
         ]
-        traced = trace(fn, rebuild, tensors, context, (), devices=[device for *_, device in metadata])
+        traced = trace(
+            fn, rebuild, tensors, context, (), devices=[device for *_, device in metadata]
+        )
     writes = any(
         node.op == "call_function" and node.target is torch.ops.aten.copy_.default
         for node in traced.module.graph.nodes

@@ -26,7 +26,9 @@ class AbstractMesh:
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.names):
-            raise SpecError(f"a mesh of shape {self.shape} needs {len(self.shape)} names, got {self.names}")
+            raise SpecError(
+                f"a mesh of shape {self.shape} needs {len(self.shape)} names, got {self.names}"
+            )
 
 
 def mesh(shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
@@ -42,7 +44,9 @@ def mesh(shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
     """
     ctx = current()
     if len(shape) != len(names) or len(set(names)) != len(names):
-        raise SpecError(f"mesh {tuple(shape)} needs {len(shape)} different names, got {tuple(names)}")
+        raise SpecError(
+            f"mesh {tuple(shape)} needs {len(shape)} different names, got {tuple(names)}"
+        )
     if math.prod(shape) != ctx.num_ranks:
         raise SpecError(
             f"mesh {tuple(shape)} has {math.prod(shape)} places, the world has {ctx.num_ranks} ranks",
@@ -73,7 +77,9 @@ class ProgramMesh:
             why = "has no axis names" if names is None else "does not hold this rank"
             raise SpecError(f"the mesh {why}: {mesh}", help="use iris.mesh(shape, names)")
         shape = Mesh(tuple(zip(names, (int(n) for n in mesh.mesh.shape), strict=True)))
-        return cls(shape, tuple(mesh.mesh.flatten().tolist()), tuple(zip(names, place, strict=True)))
+        return cls(
+            shape, tuple(mesh.mesh.flatten().tolist()), tuple(zip(names, place, strict=True))
+        )
 
     @classmethod
     def world(cls, axis: str) -> "ProgramMesh":

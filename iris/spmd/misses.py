@@ -24,7 +24,11 @@ class Misses:
         """A call of ``name`` with ``key`` was not found among ``known``; ``labels`` name the key's entries."""
         changes = min((differences(labels, key, other) for other in known), key=len, default=None)
         if "cache" in config.log():
-            reason = "first call" if changes is None else "; ".join(changes.values()) or "what it reads from outside"
+            reason = (
+                "first call"
+                if changes is None
+                else "; ".join(changes.values()) or "what it reads from outside"
+            )
             logger().debug("%s: traced: %s", name, reason)
         for label, text in (changes or {}).items():
             self._count(name, label, text)

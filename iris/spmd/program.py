@@ -27,7 +27,7 @@ from iris.spmd.guards import Access
 from iris.spmd.importing import Importer
 from iris.spmd.mesh import ProgramMesh
 from iris.spmd.specs import Leaf, axes_in, match, offences
-from iris.spmd.tracing import Output, Traced, trace
+from iris.spmd.tracing import Output, Traced, trace, tracer_node
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,9 @@ class Program:
     def _with_bases(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         shared = {index for members in self.bases for index in members}
         rest = [tensor for index, tensor in enumerate(tensors) if index not in shared]
-        flat = [flat_base([tensors[i] for i in members], self.options.name)[0] for members in self.bases]
+        flat = [
+            flat_base([tensors[i] for i in members], self.options.name)[0] for members in self.bases
+        ]
         return [*rest, *flat]
 
 
@@ -148,7 +150,9 @@ class Compiler:
         if isinstance(specs, dict):
             unknown = sorted(set(specs) - set(names))
             if unknown:
-                raise SpecError(f"{self.name}: in_specs names {unknown[0]!r}, which is no parameter")
+                raise SpecError(
+                    f"{self.name}: in_specs names {unknown[0]!r}, which is no parameter"
+                )
             return dict(specs)
         if len(specs) != len(names):
             raise SpecError(
@@ -194,6 +198,7 @@ class Compiler:
         bases: tuple[tuple[int, ...], ...],
     ) -> tuple[Traced, TraceContext]:
         context = TraceContext(self.name, mesh)
+        context.type_of = self._prober(context, leaves, types, bases)
         for type_ in types or ():
             for n, axes in zip(type_.shape, type_.spec, strict=True):
                 if axes:
@@ -205,15 +210,36 @@ class Compiler:
 
         return trace(self.fn, rebuild, tensors, context, self.watched), context
 
-    def _import(
+    def _prober(
         self,
-        traced: Traced,
         context: TraceContext,
         leaves: Sequence[Leaf],
         types: list[TensorType] | None,
         bases: tuple[tuple[int, ...], ...],
-    ) -> Program:
-        mesh = context.mesh or ProgramMesh.world("world")
+    ) -> Callable[[Tensor], TensorType]:
+        """A function that tells the type of a traced tensor, by importing what was traced so far."""
+        probe: list[tuple[Importer, list[Value]]] = []
+
+        def type_of(x: Tensor) -> TensorType:
+            tracer, node = tracer_node(x)
+            if not probe:
+                assert context.mesh is not None
+                inputs = self._inputs(leaves, types, context.mesh, bases)
+                probe.append((self._importer(context, context.mesh), inputs))
+            importer, inputs = probe[0]
+            importer.advance(tracer.root, tracer.graph, inputs)
+            return importer.type_of(node)
+
+        return type_of
+
+    def _inputs(
+        self,
+        leaves: Sequence[Leaf],
+        types: list[TensorType] | None,
+        mesh: ProgramMesh,
+        bases: tuple[tuple[int, ...], ...],
+    ) -> list[Value]:
+        """Names and types of the graph's inputs: leaves, then the bases of leaves that share memory."""
         if types is None:
             mine = [(dtype_name(leaf.value.dtype), tuple(leaf.value.shape)) for leaf in leaves]
             types = resolve_types(self.name, leaves, mesh, [mine] * len(mesh.ranks))
@@ -227,8 +253,23 @@ class Compiler:
             base, _ = flat_base([self.bound.tensors[i] for i in members], self.name)
             type_ = TensorType(dtype_name(base.dtype), tuple(base.shape), varying=mesh.shape.names)
             inputs.append(Value(f"shared{number}", type_))
+        return inputs
+
+    def _importer(self, context: TraceContext, mesh: ProgramMesh) -> Importer:
         device = torch.device("cpu") if mesh.abstract else current().device
-        importer = Importer(self.name, mesh.shape, dict(mesh.coord), device, context.calls)
+        return Importer(self.name, mesh.shape, dict(mesh.coord), device, context.calls)
+
+    def _import(
+        self,
+        traced: Traced,
+        context: TraceContext,
+        leaves: Sequence[Leaf],
+        types: list[TensorType] | None,
+        bases: tuple[tuple[int, ...], ...],
+    ) -> Program:
+        mesh = context.mesh or ProgramMesh.world("world")
+        inputs = self._inputs(leaves, types, mesh, bases)
+        importer = self._importer(context, mesh)
         graph = importer.run(traced, inputs)
         self._check_results(traced, graph)
         fused = run_passes(graph) if self.options.fuse else graph
@@ -265,7 +306,9 @@ class Compiler:
             type_ = types[arg.name]
             due = tuple(axis for axis in type_.partial if axis not in leaf.spec.partial)
             returned.append(
-                Returned(replace(type_, partial=due), leaf.spec.dims, arg.name, locs.get(arg.name, ""))
+                Returned(
+                    replace(type_, partial=due), leaf.spec.dims, arg.name, locs.get(arg.name, "")
+                )
             )
         try:
             check_outputs(returned)
@@ -280,7 +323,9 @@ class Compiler:
         texts = group.exchange_object(f"graph of {self.name}", shared_text(program.graph))
         for rank, other in zip(group.ranks, texts, strict=True):
             if other != texts[0]:
-                pairs = itertools.zip_longest(str(texts[0]).splitlines(), str(other).splitlines(), fillvalue="")
+                pairs = itertools.zip_longest(
+                    str(texts[0]).splitlines(), str(other).splitlines(), fillvalue=""
+                )
                 a, b = next((a, b) for a, b in pairs if a != b)
                 raise TraceError(
                     f"{self.name}: ranks traced different programs; the first line that differs:\n"
@@ -298,7 +343,9 @@ def prepare(program: Program) -> None:
         )
     if program.executable is None:
         ctx, mesh = current(), program.mesh
-        place = lowered.Place(dict(mesh.coord), ctx.device, lambda axes: ctx.group(mesh.members(axes)))
+        place = lowered.Place(
+            dict(mesh.coord), ctx.device, lambda axes: ctx.group(mesh.members(axes))
+        )
         program.executable = lowered.build(program.fused, place)
 
 
@@ -307,7 +354,10 @@ def shared_text(graph: Graph) -> str:
     if all(type_.is_even(graph.mesh) for type_ in graph.types.values()):
         return str(graph)
     effects = [node for node in graph.nodes if get_op(node.op).effects]
-    lines = [f"{node.op}({', '.join(f'{k}={v}' for k, v in node.attrs)})  # {node.loc}" for node in effects]
+    lines = [
+        f"{node.op}({', '.join(f'{k}={v}' for k, v in node.attrs)})  # {node.loc}"
+        for node in effects
+    ]
     return "\n".join([*lines, f"return {len(graph.outputs)} values"])
 
 
@@ -324,7 +374,9 @@ def agreed(group: Group | None, what: str, make: Callable[[], T]) -> T:
         group.exchange_object(what, f"{type(error).__name__}: {error}")
         raise
     reports = group.exchange_object(what, failure)
-    failed = [(rank, text) for rank, text in zip(group.ranks, reports, strict=True) if text is not None]
+    failed = [
+        (rank, text) for rank, text in zip(group.ranks, reports, strict=True) if text is not None
+    ]
     if failed:
         lines = "\n".join(f"  rank {rank}: {text}" for rank, text in failed)
         raise TraceError(f"{what} failed on another rank\n{lines}")
@@ -398,7 +450,8 @@ def resolve_types(
     if wrong:
         noun = "argument differs" if len(wrong) == 1 else "arguments differ"
         raise SpecError(
-            f"{name}: {len(wrong)} {noun} from the specs on mesh {mesh.shape}\n  " + "\n  ".join(wrong),
+            f"{name}: {len(wrong)} {noun} from the specs on mesh {mesh.shape}\n  "
+            + "\n  ".join(wrong),
             help="shards follow torch.chunk: all of the rounded-up size, the last ones smaller or empty",
         )
     return types
@@ -417,4 +470,3 @@ def _global_type(
         rows = [held[coords.index(c)][1] for c in line]
         sizes.append(sum(shape[dim] if dim < len(shape) else 0 for shape in rows))
     return TensorType(dtype, tuple(sizes), spec, leaf.spec.partial)
-

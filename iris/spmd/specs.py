@@ -85,7 +85,9 @@ def axes_in(specs: Any) -> tuple[str, ...]:
 def from_placements(placements: Sequence[Placement], mesh: Mesh) -> P:
     """The spec that DTensor placements (one a mesh axis) mean."""
     if len(placements) != len(mesh.axes):
-        raise SpecError(f"{len(placements)} placements for a mesh of {len(mesh.axes)} axes ({mesh})")
+        raise SpecError(
+            f"{len(placements)} placements for a mesh of {len(mesh.axes)} axes ({mesh})"
+        )
     dims: dict[int, list[str]] = {}
     partial = []
     for axis, placement in zip(mesh.names, placements, strict=True):
@@ -94,7 +96,9 @@ def from_placements(placements: Sequence[Placement], mesh: Mesh) -> P:
         elif isinstance(placement, Partial):
             partial.append(axis)
         elif not isinstance(placement, Replicate):
-            raise SpecError(f"placement {placement} has no spec", help="use Shard, Replicate or Partial")
+            raise SpecError(
+                f"placement {placement} has no spec", help="use Shard, Replicate or Partial"
+            )
     rank = max(dims, default=-1) + 1
     return P(*(tuple(dims.get(d, ())) for d in range(rank)), partial=tuple(partial))
 

@@ -40,7 +40,10 @@ def static_key(value: Any, depth: int = 0) -> object:
     if isinstance(value, list | tuple):
         return (kind, tuple(static_key(item, depth + 1) for item in value))
     if isinstance(value, Mapping):
-        return (kind, tuple((static_key(k, depth + 1), static_key(v, depth + 1)) for k, v in value.items()))
+        return (
+            kind,
+            tuple((static_key(k, depth + 1), static_key(v, depth + 1)) for k, v in value.items()),
+        )
     if isinstance(value, Set):
         return (kind, frozenset(static_key(item, depth + 1) for item in value))
     if isinstance(value, torch.nn.Module):
@@ -74,13 +77,22 @@ def module_key(module: torch.nn.Module, depth: int = 0) -> object:
         plain = {k: v for k, v in vars(child).items() if k not in skipped and type(v) in SIMPLE}
         parts.append((type(child), tuple(child._modules), static_key(plain, depth + 1)))
         for table in (child._parameters, child._buffers):
-            parts.extend((name, None if t is None else tensor_identity(t)) for name, t in table.items())
+            parts.extend(
+                (name, None if t is None else tensor_identity(t)) for name, t in table.items()
+            )
     return (Same(module), tuple(parts))
 
 
 def tensor_identity(tensor: torch.Tensor) -> object:
     """Which tensor, and the metadata that a trace bakes in."""
-    return (Same(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.requires_grad)
+    return (
+        Same(tensor),
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.device,
+        tensor.requires_grad,
+    )
 
 
 class Same:

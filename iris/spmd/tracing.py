@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.overrides import TorchFunctionMode
 
 from iris.errors import IrisError, TraceError
@@ -67,7 +67,11 @@ class _Escapes(TorchFunctionMode):
     }
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         what = self.REFUSED.get(func)
         if what is not None and is_traced(args[0]):
@@ -84,6 +88,13 @@ def is_traced(value: object) -> bool:
     return isinstance(value, Tensor) and (
         torch._C._functorch.is_functorch_wrapped_tensor(value) or isinstance(value, FakeTensor)
     )
+
+
+def tracer_node(x: Tensor) -> tuple[Any, Any]:
+    """The tracer in progress, and the FX node that stands for traced tensor ``x`` in it."""
+    tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
+    inner = torch._C._functorch._unwrap_functional_tensor(x, True)
+    return tracer, get_proxy_slot(inner, tracer).proxy.node
 
 
 def trace(
@@ -246,7 +257,9 @@ def _copy(value: Any) -> list[Any] | dict[Any, Any] | None:
         return list(value)
     if isinstance(value, dict):
         return dict(value)
-    if isinstance(value, type | types.ModuleType | types.FunctionType) or not hasattr(value, "__dict__"):
+    if isinstance(value, type | types.ModuleType | types.FunctionType) or not hasattr(
+        value, "__dict__"
+    ):
         return None
     return dict(vars(value))
 

@@ -112,4 +112,3 @@ def effects(node: Node) -> frozenset[Effect]:
     """What ``node`` does besides computing; of a stage, what its body does."""
     own = get_op(node.op).effects
     return own.union(*map(effects, node.body)) if node.body else own
-

@@ -63,9 +63,7 @@ class AllGather(Op):
                 help=f"gather over {x.spec[dim]} in one call, or the last of them first",
             )
         raise TypeRuleError(
-            "\n".join(
-                [f"all_gather: dim {dim} of {x} is not split over {over}", *where(ctx, [x])]
-            ),
+            "\n".join([f"all_gather: dim {dim} of {x} is not split over {over}", *where(ctx, [x])]),
             help="drop this all_gather, or gather a dim written `n/axis` in the type",
         )
 

@@ -18,7 +18,7 @@ class AllToAll(Op):
     """Move a split from one dim to another: ``f32[8/tp, 4] -> f32[8, 4/tp]``.
 
     That is ``split_dim=1, concat_dim=0``. On any other value each rank sends chunk j of ``split_dim`` to rank j and
-    stacks what it gets along ``concat_dim``; the result varies, and ``split_dim`` must divide.
+    stacks what it gets along ``concat_dim``; where the two are one dim the result varies, and it must divide.
     """
 
     name = "all_to_all"
@@ -39,6 +39,9 @@ class AllToAll(Op):
             x = x.with_dim(concat, x.shape[concat], x.spec[concat][: -len(axes)])
             return (x.with_dim(split, x.shape[split], axes),)
         local, size = without_axes(self.name, ctx, x, axes), group_size(ctx.mesh, axes)
+        if split != concat and not local.spec[split]:
+            local = local.with_dim(concat, local.shape[concat] * size, local.spec[concat])
+            return (local.with_dim(split, local.shape[split], axes),)
         if local.spec[split] or local.shape[split] % size:
             raise TypeRuleError(
                 "\n".join(

@@ -53,13 +53,19 @@ class Attention(Op):
             scale = attrs.get("scale") or q.shape[-1] ** -0.5
             scores = (q * scale) @ np.repeat(k, q.shape[1] // k.shape[1], 1).swapaxes(-1, -2)
             if mask is not None:
-                scores = np.where(mask[rank], scores, -np.inf) if mask[rank].dtype == bool else scores + mask[rank]
+                scores = (
+                    np.where(mask[rank], scores, -np.inf)
+                    if mask[rank].dtype == bool
+                    else scores + mask[rank]
+                )
             if causal:
                 scores = np.where(np.tri(*scores.shape[-2:], dtype=bool), scores, -np.inf)
             top = scores.max(-1, keepdims=True)
             weights = np.exp(scores - top)
             total = weights.sum(-1, keepdims=True)
-            out.append(((weights / total) @ np.repeat(v, q.shape[1] // v.shape[1], 1)).astype(q.dtype))
+            out.append(
+                ((weights / total) @ np.repeat(v, q.shape[1] // v.shape[1], 1)).astype(q.dtype)
+            )
             lse.append((np.log(total) + top)[..., 0].astype(q.dtype))
         return [out, lse][: len(node.outputs)]
 

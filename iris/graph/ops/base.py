@@ -70,7 +70,9 @@ class Op:
         """Types of the outputs. ``locals``: what tracing saw (or the recorded types say) of each output."""
         raise NotImplementedError
 
-    def reference(self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh) -> list[PerRank]:
+    def reference(
+        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
+    ) -> list[PerRank]:
         """Outputs on all ranks in numpy. An argument that is a value comes as a list over ranks."""
         raise GraphError(f"{self.name}: no numpy reference")
 

@@ -67,7 +67,12 @@ def reject_partial(op: str, ctx: InferContext, x: TensorType, axes: Sequence[str
     if due:
         over = " and ".join(map(repr, due))
         raise TypeRuleError(
-            "\n".join([f"{op}: {operand_names(ctx, [x])[0]} is a partial sum over {over}", *where(ctx, [x])]),
+            "\n".join(
+                [
+                    f"{op}: {operand_names(ctx, [x])[0]} is a partial sum over {over}",
+                    *where(ctx, [x]),
+                ]
+            ),
             help=f"all_reduce or reduce_scatter it over {over} first",
         )
 

@@ -25,7 +25,9 @@ from iris.graph.types import Mesh, TensorType
 LINEAR = ((0,), (1,))
 
 
-def product_type(op: str, ctx: InferContext, a: TensorType, b: TensorType, local: Local) -> TensorType:
+def product_type(
+    op: str, ctx: InferContext, a: TensorType, b: TensorType, local: Local
+) -> TensorType:
     """Type of ``a @ b`` for vectors, matrices and batches of them. ``k`` is the summed dim."""
     batch = max(len(a.shape), len(b.shape)) - 2
     left: tuple[Link, ...] = (*range(len(a.shape) - 1), "k")
@@ -144,7 +146,9 @@ class Addmm(Op):
         alpha, beta = attrs.get("alpha", 1), attrs.get("beta", 1)
         dtype = numpy_dtype(node.out.type.dtype)
         triples = zip(*args[:3], strict=True)
-        return [[np.asarray(beta * c + alpha * np.matmul(a, b)).astype(dtype) for c, a, b in triples]]
+        return [
+            [np.asarray(beta * c + alpha * np.matmul(a, b)).astype(dtype) for c, a, b in triples]
+        ]
 
 
 @register

@@ -54,9 +54,7 @@ class Random(Op):
         types = []
         for local in locals:
             links: list[Sequence[Link]] = [
-                tuple(range(len(t.shape)))
-                if ctx.local(t) == local.shape
-                else [None] * len(t.shape)
+                tuple(range(len(t.shape))) if ctx.local(t) == local.shape else [None] * len(t.shape)
                 for t in operands
             ]
             type = propagate(self.name, ctx, operands, links, local)

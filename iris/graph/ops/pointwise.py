@@ -116,12 +116,14 @@ class Pointwise(Op):
         self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
     ) -> list[PerRank]:
         options = {key: value for key, value in attrs.items() if key not in STORAGE}
-        dtype, ranks = nm.numpy_dtype(node.out.type.dtype), len(next(a for a in args if is_value(a)))
+        dtype, ranks = (
+            nm.numpy_dtype(node.out.type.dtype),
+            len(next(a for a in args if is_value(a))),
+        )
         out = []
         for rank in range(ranks):
             given = [arg[rank] if is_value(arg) else arg for arg in args]
-            with np.errstate(all="ignore"):
-                out.append(np.asarray(self.function(*given, **options)).astype(dtype))
+            out.append(np.asarray(self.function(*given, **options)).astype(dtype))
         return [out]
 
 

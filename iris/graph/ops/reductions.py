@@ -70,9 +70,7 @@ class Reduction(Op):
                 target = next(free) if kept or d not in mixed else None
                 links.append(label if d in mixed else target)
             all_links = [links] * len(operands)
-            types.append(
-                propagate(self.name, ctx, operands, all_links, local, self.mixing.linear)
-            )
+            types.append(propagate(self.name, ctx, operands, all_links, local, self.mixing.linear))
         return tuple(types)
 
     def reference(
@@ -92,6 +90,12 @@ class Reduction(Op):
 def plain(function: Callable[..., Any]) -> Callable[..., Any]:
     """A numpy reduction as a mixing function."""
     return lambda x, dims, keep, args, attrs: function(x, axis=dims, keepdims=keep)
+
+
+def mean(x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
+    """NaN of no elements, without a warning."""
+    total = np.sum(x, axis=axis, keepdims=keepdims)
+    return total * (total.size and total.size / x.size if x.size else np.nan)
 
 
 def softmax(x: Any, dims: tuple[int, ...], keep: bool, args: Any, attrs: Any) -> Any:
@@ -143,7 +147,7 @@ def logsumexp(x: Any, dims: tuple[int, ...], keep: bool, args: Any, attrs: Any) 
 MIXING: dict[str, Mixing] = {
     "sum": Mixing(plain(np.sum), linear=FIRST, sums=True),
     "nansum": Mixing(plain(np.nansum)),
-    "mean": Mixing(plain(np.mean), linear=FIRST),
+    "mean": Mixing(plain(mean), linear=FIRST),
     "prod": Mixing(plain(np.prod)),
     "amax": Mixing(plain(np.max)), "amin": Mixing(plain(np.min)),
     "max": Mixing(plain(np.max)), "min": Mixing(plain(np.min)),

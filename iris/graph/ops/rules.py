@@ -129,7 +129,9 @@ def settle(
     split = {axis for _, axes in dims for axis in axes}
     shape, spec = tuple(n for n, _ in dims), tuple(axes for _, axes in dims)
     varying = lost - split
-    type = TensorType(local.dtype, shape, spec, tuple(set(partial) - varying - split), tuple(varying))
+    type = TensorType(
+        local.dtype, shape, spec, tuple(set(partial) - varying - split), tuple(varying)
+    )
     if ctx.local(type) == local.shape:
         return type
     return TensorType(local.dtype, local.shape, (), type.partial, (*varying, *split))
@@ -188,7 +190,9 @@ def raise_not_linear(
             f"{ctx.mesh.size(axis)} times"
         )
     elif len(parts) > 1 or linear:
-        head = f"{short}: {part} is a partial sum over {axis!r} and meets another value split over it"
+        head = (
+            f"{short}: {part} is a partial sum over {axis!r} and meets another value split over it"
+        )
         why = f"{short} of the parts does not add up to {short} of the sum"
     else:
         head = f"{short}: {part} is a partial sum over {axis!r} and {short} is not linear"

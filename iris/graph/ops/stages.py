@@ -75,6 +75,12 @@ class AllReduceNorm(Stage):
 
 STAGES = frozenset(
     cls.name
-    for cls in (AllGatherMatmul, MatmulReduceScatter, MatmulAllReduce, MatmulAllGather, AllReduceNorm)
+    for cls in (
+        AllGatherMatmul,
+        MatmulReduceScatter,
+        MatmulAllReduce,
+        MatmulAllGather,
+        AllReduceNorm,
+    )
 )
 """Names of the fused stages."""

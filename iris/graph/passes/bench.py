@@ -36,6 +36,7 @@ class Bench:
         self.live = set(graph.live_out)
         self.effectful = {number for number, node in self.nodes.items() if effects(node)}
         self.types = graph.types
+        self._shapes: dict[str, tuple[int, ...]] = {}
         for number, node in self.nodes.items():
             self.maker.update((value.name, number) for value in node.outputs)
             for name in self.uses[number]:
@@ -49,57 +50,58 @@ class Bench:
         """Whether only nodes of ``group`` read ``name``."""
         return name not in self.live and self.readers.get(name, set()) <= set(group)
 
-    def obstacle(self, group: Collection[int]) -> Obstacle | None:
-        """What keeps the nodes of ``group`` from running as one, or None.
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a value on the first rank."""
+        if name not in self._shapes:
+            mesh = self.graph.mesh
+            self._shapes[name] = self.types[name].local_shape(mesh, mesh.origin)
+        return self._shapes[name]
 
-        Walks the nodes from the first to the last of the group. What comes after one of them, by its data or by the
-        order of effects, has to come after the stage, so none of them may need it.
+    def obstacle(self, group: Collection[int]) -> Obstacle | None:
+        """What keeps the nodes of ``group`` from running as one, or None."""
+        return self._around(group)[2]
+
+    def contract(self, group: Collection[int], op: str, loc: str) -> int:
+        """Make the nodes of ``group``, which no obstacle keeps apart, one stage. Returns its number."""
+        window = self._window(group)
+        first, last, _ = self._around(group)
+        stage = self._replace([n for n in window if n in group], op, loc)
+        start, stop = self.slot[window[0]], self.slot[window[-1]] + 1
+        order = [*first, stage, *last]
+        self.order[start:stop] = order + [None] * (stop - start - len(order))
+        self.slot.update((number, place) for place, number in enumerate(order, start))
+        return stage
+
+    def _around(self, group: Collection[int]) -> tuple[list[int], list[int], Obstacle | None]:
+        """Nodes between the first and the last of ``group``: which run before it, which after, and the obstacle.
+
+        What comes after a node of the group, by its data or by the order of effects, has to run after all of it, so
+        none of the group may need that.
         """
-        after: dict[str, Node] = {}  # values that can only be made after the stage
         made = {value.name for number in group for value in self.nodes[number].outputs}
-        effect: Node | None = None  # an effect that has to come after the stage
-        begun = False  # an effect of the stage is behind us
+        late: dict[str, Node] = {}  # values that can only be made after the group
+        effect: Node | None = None  # an effect that has to come after the group
+        begun = False  # an effect of the group is behind us
+        first, last = [], []
         for number in self._window(group):
             node, uses = self.nodes[number], self.uses[number]
             if number in group:
-                late = next((after[name] for name in uses if name in after), None)
+                between = next((late[name] for name in uses if name in late), None)
                 if number in self.effectful:
-                    late, begun = late or effect, True
-                if late is not None:
-                    return Obstacle(number, late)
-            elif not (uses.isdisjoint(made) and uses.isdisjoint(after)) or (
-                number in self.effectful and (begun or effect is not None)
+                    between, begun = between or effect, True
+                if between is not None:
+                    return first, last, Obstacle(number, between)
+            elif (
+                not uses.isdisjoint(made)
+                or not uses.isdisjoint(late)
+                or (number in self.effectful and (begun or effect is not None))
             ):
-                after.update((value.name, node) for value in node.outputs)
-                if number in self.effectful:
-                    effect = node
-        return None
-
-    def contract(self, group: Collection[int], op: str, loc: str) -> int:
-        """Make the nodes of ``group`` one stage; `obstacle` must have found none. Returns its number."""
-        window = self._window(group)
-        made = {value.name for number in group for value in self.nodes[number].outputs}
-        first, last, begun = [], [], False
-        for number in window:
-            if number in group:
-                begun = begun or number in self.effectful
-                continue
-            node = self.nodes[number]
-            if not self.uses[number].isdisjoint(made) or (begun and number in self.effectful):
-                made.update(value.name for value in node.outputs)
-                begun = begun or number in self.effectful
+                late.update((value.name, node) for value in node.outputs)
+                effect = node if number in self.effectful else effect
                 last.append(number)
             else:
                 first.append(number)
-        stage = self._replace([n for n in window if n in group], op, loc)
-        low = self.slot[window[0]]
-        slots = range(low, self.slot[window[-1]] + 1)
-        order: list[int | None] = [*first, stage, *last]
-        self.order[low : slots.stop] = order + [None] * (len(slots) - len(order))
-        for place, number in enumerate(order, low):
-            assert number is not None
-            self.slot[number] = place
-        return stage
+        return first, last, None
 
     def _replace(self, body: list[int], op: str, loc: str) -> int:
         """Put a stage with this body in the tables, in place of its nodes."""
@@ -112,13 +114,15 @@ class Bench:
             if not self.is_private(value.name, group)
         )
         uses = external_uses(nodes)
-        stage = len(self.slot)
+        stage = len(self.nodes)
         self.nodes[stage] = Node(op, tuple(map(Ref, uses)), (), outputs, loc, nodes)
         self.uses[stage] = frozenset(uses)
         self.effectful.add(stage)
         self.slot[stage] = -1
-        for name in self.uses[stage]:
-            self.readers[name] -= group
+        for number in body:
+            for name in self.uses[number]:
+                self.readers[name].discard(number)
+        for name in uses:
             self.readers[name].add(stage)
         self.maker.update((value.name, stage) for node in nodes for value in node.outputs)
         return stage

@@ -78,7 +78,8 @@ class Tiling:
     a_mode: int = 0
     b_mode: int = 0
     out_tma: bool = False
-    meet: bool = False  # a shard is empty, or there is no tile: wait for all members all the same
+    meet: bool = False  # a shard is empty: wait for all members all the same
+    one_shot: bool = False  # sums: parts go to all members
 
     @classmethod
     def of(cls, config: GemmConfig, world: int, K: int, dtype: torch.dtype, interpreted: bool) -> "Tiling":

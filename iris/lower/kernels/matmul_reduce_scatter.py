@@ -26,8 +26,8 @@ from iris.lower.kernels.host import (
     shard_rows,
     tiles_of,
 )
-from iris.lower.kernels.protocol import all_started, enter, greet, leave, meet, peer, ticket
-from iris.lower.kernels.sums import announce_tile, send_piece, sum_parts, wait_tiles
+from iris.lower.kernels.protocol import all_started, enter, greet, leave, meet, peer
+from iris.lower.kernels.sums import announce_tile, finish_sum, send_piece, sum_rows
 
 
 @device_function
@@ -43,28 +43,6 @@ def _emit(env, tiles, row, column, epilogue, T: tl.constexpr):
 def _done(env, row, column, T: tl.constexpr):
     _, shard, M, N, _, _, flags, rank, epoch, _ = env
     announce_tile(row, column, rank, shard, M, N, flags, epoch, False, T)
-
-
-@device_function
-def _reduce(m, first_row, half, shard, M, N, ld, staging, mine, epoch, state, limit, rank, out, after, args, T: tl.constexpr):
-    """Sum this rank's rows, by ticket, and store ``after`` of the sums."""
-    across = tl.cdiv(N, T.columns)
-    blocks = tl.cdiv(m, T.rows) * across
-    slots = peer(staging, rank, T.dtype) + half * ld
-    block = ticket(state, 0)
-    while block < blocks:
-        row = block // across * T.rows
-        column = block % across * T.columns
-        last = tl.minimum(row + T.rows, m) - 1
-        wait_tiles(first_row + row, first_row + last, column, M, N, mine, epoch, state, limit, T)
-        rows = row + tl.arange(0, T.rows)
-        columns = column + tl.arange(0, T.columns)
-        mask = (rows < m)[:, None] & (columns < N)[None, :]
-        total = sum_parts(slots, shard.to(tl.int64) * ld, rows.to(tl.int64)[:, None] * ld + columns[None, :], mask, T)
-        value = after((total, total), rows, columns, m, N, args)
-        at = rows[:, None].to(tl.int64) * out[1] + columns[None, :].to(tl.int64) * out[2]
-        tl.store(out[0] + at, value.to(out[0].dtype.element_ty), mask=mask)
-        block = ticket(state, 0)
 
 
 @triton.jit(do_not_specialize=["dry", "m", "rank", "limit"])
@@ -84,9 +62,10 @@ def _kernel(
         run_segments(left, right, right, K, plan, number, nothing, _emit, _done, env, epilogue, T)
         if all_started(state):
             mine = peer(flags, rank, tl.int32)
-            target = (out, out_row, out_column)
-            _reduce(
-                m, rank * shard, half, shard, M, N, ld, staging, mine, epoch, state, limit, rank, target, after, after_args, T
+            slots = peer(staging, rank, T.dtype) + half * ld
+            sink = (out, out_row, out_column, m, N, after_args)
+            sum_rows(
+                m, rank * shard, slots, shard, M, N, ld, mine, epoch, state, limit, finish_sum, sink, after, T
             )
         if T.meet:
             meet(peer(flags, rank, tl.int32), number, epoch, state, limit, T.world, T.lanes)
@@ -141,7 +120,7 @@ class MatmulReduceScatter:
         config = config or default_config(M, N, dtype, device)
         part = part_dtype or (torch.int32 if dtype == torch.int8 else dtype)
         T = part_tiling(config, group.size, dtype, part)
-        T = T.with_modes(meet=N == 0 or rows_of(M, group.size, group.size - 1) == 0)
+        T = T.with_modes(meet=rows_of(M, group.size, group.size - 1) == 0)
         half = group.size * shard_rows(M, group.size) * round_up(N, 16) * part.itemsize
         what = f"matmul_reduce_scatter [{M}, {K}] x [{K}, {N}]"
         workspace = Workspace(ctx, group, half, group.size * (1 + tiles_of(M, N, T)), what)
@@ -160,6 +139,8 @@ class MatmulReduceScatter:
         dry: int = 0,
     ) -> None:
         """Launch on the current stream."""
+        if 0 in (self.M, self.N):
+            return
         T, work, share, group = product_modes(self.T, x, w, self.config), self.workspace, self.share, self.group
         _kernel[(share.programs,)](
             dry, operand(x, T.a_mode, T.block_m, T.block_k), *x.stride(),

@@ -7,7 +7,7 @@ before it is sent. Flags are [members] for launches that must ``meet``, then [me
 import triton.language as tl
 
 from iris.device.target import device_function
-from iris.lower.kernels.protocol import peer, publish_to, together, wait
+from iris.lower.kernels.protocol import peer, publish_to, ticket, together, wait
 
 
 @device_function
@@ -71,3 +71,40 @@ def sum_parts(slots, stride, at, mask, T: tl.constexpr):
     for member in tl.static_range(1, W):
         total += tl.load(slots + member * stride + at, mask=mask, cache_modifier=".cg").to(T.acc)
     return total
+
+
+@device_function
+def sum_rows(m, first_row, slots, slot_rows, M, N, ld, mine, epoch, state, limit, store, env, after, T: tl.constexpr):
+    """Sum rows ``first_row .. first_row + m`` of the product, by ticket, as their parts arrive.
+
+    Row ``first_row`` is row 0 of each member's slot; slots begin at ``slots`` and have ``slot_rows`` rows. Every block goes to
+    ``store(env, total, block, row, column, after, T)``, with its row within the ``m``.
+    """
+    across = tl.cdiv(N, T.columns)
+    blocks = tl.cdiv(m, T.rows) * across
+    block = ticket(state, 0)
+    while block < blocks:
+        row = block // across * T.rows
+        column = block % across * T.columns
+        last = tl.minimum(row + T.rows, m) - 1
+        wait_tiles(first_row + row, first_row + last, column, M, N, mine, epoch, state, limit, T)
+        rows = row + tl.arange(0, T.rows)
+        columns = column + tl.arange(0, T.columns)
+        mask = (rows < m)[:, None] & (columns < N)[None, :]
+        at = rows.to(tl.int64)[:, None] * ld + columns[None, :]
+        total = sum_parts(slots, slot_rows.to(tl.int64) * ld, at, mask, T)
+        store(env, total, block, row, column, after, T)
+        block = ticket(state, 0)
+
+
+@device_function
+def finish_sum(env, total, block, row, column, after, T: tl.constexpr):
+    """Store ``after`` of a block of sums; ``env = (target, row stride, column stride, rows, columns, args)``."""
+    out, out_row, out_column, m, N, args = env
+    rows = row + tl.arange(0, T.rows)
+    columns = column + tl.arange(0, T.columns)
+    # What is rounded once where sums are sent on is rounded here too, so that all ways of summing give the same bits.
+    total = total.to(T.dtype).to(T.acc)
+    value = after((total, total), rows, columns, m, N, args)
+    at = rows[:, None].to(tl.int64) * out_row + columns[None, :].to(tl.int64) * out_column
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=(rows < m)[:, None] & (columns < N)[None, :])

@@ -1,0 +1,109 @@
+"""Recognises RMSNorm, fused or written out."""
+
+from collections.abc import Callable, Iterator
+
+from iris.graph.nodes import Node, Ref
+from iris.graph.passes.bench import Bench
+from iris.graph.passes.memory import base
+
+
+def rms_norm(bench: Bench, name: str) -> set[int] | None:
+    """Numbers of the nodes that make ``weight * x * rsqrt(mean(x ** 2, -1) + eps)`` of value ``name``, or None.
+
+    Either ``_fused_rms_norm`` over the last dim, or written out, with casts anywhere between.
+    """
+    for number in bench.readers_of(name):
+        node = bench.nodes[number]
+        if node.op == "_fused_rms_norm" and node.args[0] == Ref(name):
+            return {number} if len(node.args[1]) == 1 else None  # type: ignore[arg-type]
+    for value, casts in _with_casts(bench, name):
+        found = _written_out(bench, value, casts)
+        if found is not None and _is_closed(bench, found):
+            return found
+    return None
+
+
+def _is_closed(bench: Bench, group: set[int]) -> bool:
+    """Whether only the last value of the group is read outside."""
+    last = max(group, key=bench.slot.__getitem__)
+    return all(bench.is_private(bench.nodes[n].out.name, group) for n in group if n != last)
+
+
+def _with_casts(bench: Bench, name: str) -> Iterator[tuple[str, set[int]]]:
+    """``name`` itself, and each cast of it with the cast's number."""
+    yield name, set()
+    for number in bench.readers_of(name):
+        if bench.nodes[number].op == "_to_copy":
+            yield bench.nodes[number].out.name, {number}
+
+
+def _written_out(bench: Bench, x: str, casts: set[int]) -> set[int] | None:
+    """The nodes from ``x`` to its norm; ``casts`` made ``x`` and belong to them."""
+    group, value = set(casts), x
+    for test in (_is_square, _is_mean, _is_add_number, _is_rsqrt):
+        number = _reader(bench, value, test)
+        if number is None:
+            return None
+        group.add(number)
+        value = bench.nodes[number].out.name
+    number = _reader(bench, value, lambda _, node: set(node.args) == {Ref(x), Ref(value)})
+    if number is None or base(bench.nodes[number].op) != "mul":
+        return None
+    group.add(number)
+    return group | _weight(bench, bench.nodes[number].out.name)
+
+
+def _reader(bench: Bench, name: str, test: Callable[[Bench, Node], bool]) -> int | None:
+    """The first node that reads ``name`` and passes ``test``."""
+    return next((n for n in bench.readers_of(name) if test(bench, bench.nodes[n])), None)
+
+
+def _weight(bench: Bench, value: str) -> set[int]:
+    """Casts and one product with a vector after the normalised value, as far as they are all its readers."""
+    group: set[int] = set()
+    weighted = False
+    while True:
+        readers = bench.readers_of(value)
+        if len(readers) != 1 or value in bench.live:
+            return group
+        node = bench.nodes[readers[0]]
+        if node.op != "_to_copy":
+            if weighted or not _is_vector_product(bench, node, value):
+                return group
+            weighted = True
+        group.add(readers[0])
+        value = node.out.name
+
+
+def _is_square(bench: Bench, node: Node) -> bool:
+    kind = base(node.op)
+    return (
+        kind == "square"
+        or (kind == "pow" and node.args[1] == 2)
+        or (kind == "mul" and node.args[0] == node.args[1])
+    )
+
+
+def _is_mean(bench: Bench, node: Node) -> bool:
+    shape = bench.shape(node.uses[0])
+    return (
+        node.op == "mean.dim"
+        and node.args[1] in ((-1,), (len(shape) - 1,))
+        and bench.shape(node.out.name) == (*shape[:-1], 1)
+    )
+
+
+def _is_add_number(bench: Bench, node: Node) -> bool:
+    return base(node.op) == "add" and len(node.uses) == 1
+
+
+def _is_rsqrt(bench: Bench, node: Node) -> bool:
+    return node.op == "rsqrt"
+
+
+def _is_vector_product(bench: Bench, node: Node, value: str) -> bool:
+    """``value * weight`` with one weight a column."""
+    if base(node.op) != "mul" or len(node.uses) != 2:
+        return False
+    other = node.uses[1] if node.uses[0] == value else node.uses[0]
+    return bench.shape(other) == bench.shape(value)[-1:]

@@ -1,0 +1,195 @@
+"""``all_reduce(x @ w)`` in one kernel, in two ways.
+
+*One-shot*: every rank sends every finished tile of its partial product to all ranks, and each sums all rows. One hop; W times the
+traffic: for few rows. *Two-shot*: tiles go to the ranks that own their rows, which sum them and send the sums to all. The bits of the
+result are the same: parts and sums are rounded to the staging's type, sums are fp32 in rank order, ``after`` works on the rounded sum.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from iris.device.target import device_function
+from iris.lower.kernels.config import GemmConfig, Tiling, default_config
+from iris.lower.kernels.gemm import identity, nothing, run_segments
+from iris.lower.kernels.host import (
+    GroupLike,
+    Share,
+    Workspace,
+    operand,
+    part_tiling,
+    product_modes,
+    round_up,
+    shard_rows,
+    tiles_of,
+)
+from iris.lower.kernels.protocol import all_started, enter, leave, peer, publish, ticket, wait
+from iris.lower.kernels.sums import announce_tile, finish_sum, send_piece, sum_rows
+
+
+@device_function
+def _emit(env, tiles, row, column, epilogue, T: tl.constexpr):
+    slot, shard, M, N, ld, staging, _, _, _ = env
+    send_piece(tiles[0], row, column, slot, shard, M, N, ld, staging, T.one_shot, T)
+
+
+@device_function
+def _done(env, row, column, T: tl.constexpr):
+    _, shard, M, N, _, _, flags, rank, epoch = env
+    announce_tile(row, column, rank, shard, M, N, flags, epoch, T.one_shot, T)
+
+
+@device_function
+def _send_sum(env, total, block, row, column, after, T: tl.constexpr):
+    """Send a block of this rank's sums to all members, and tell them."""
+    first_row, first_flag, m, N, ld, sums, flags, epoch = env
+    W: tl.constexpr = T.world
+    rows = row + tl.arange(0, T.rows)
+    columns = column + tl.arange(0, T.columns)
+    mask = (rows < m)[:, None] & (columns < N)[None, :]
+    at = (first_row + rows.to(tl.int64))[:, None] * ld + columns[None, :]
+    for member in tl.static_range(W):
+        tl.store(peer(sums, member, T.dtype) + at, total.to(T.dtype), mask=mask)
+    publish(flags, first_flag + block, epoch, T.world, T.lanes)
+
+
+@device_function
+def _collect(sums, first_flag, shard, M, N, ld, mine, epoch, state, limit, rank, out, after, T: tl.constexpr):
+    """Store ``after`` of all ranks' sums, by ticket, beginning with this rank's."""
+    across = tl.cdiv(N, T.columns)
+    each = tl.cdiv(shard, T.rows) * across
+    lane = tl.arange(0, T.lanes)
+    item = ticket(state, 1)
+    while item < each * T.world:
+        owner = (item // each + rank) % T.world
+        block = item % each
+        row = block // across * T.rows
+        m = tl.minimum(shard, M - owner * shard)
+        if row < m:
+            column = block % across * T.columns
+            wait(mine + (first_flag + owner * each + block + lane), lane < 1, epoch, state, limit)
+            rows = row + tl.arange(0, T.rows)
+            columns = column + tl.arange(0, T.columns)
+            mask = (rows < m)[:, None] & (columns < N)[None, :]
+            at = (owner * shard + rows).to(tl.int64)[:, None] * ld + columns[None, :]
+            total = tl.load(sums + at, mask=mask, cache_modifier=".cg").to(T.acc)
+            # Rows of the block beyond this owner's are the next owner's.
+            sink = (out[0], out[1], out[2], owner * shard + m, N, out[5])
+            finish_sum(sink, total, block, owner * shard + row, column, after, T)
+        item = ticket(state, 1)
+
+
+@triton.jit(do_not_specialize=["dry", "rank", "limit"])
+def _kernel(
+    dry, a, a_row, a_k, b, b_row, b_k, out, out_row, out_column, staging, sums, flags, state, limit, rank, M, N, K, ld, shard,
+    heads, table, scratch, counts, args, after: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    if dry == 0:
+        epoch, number = enter(state)
+        slot_rows = M if T.one_shot else shard
+        half = ((epoch & 1) * T.world).to(tl.int64) * slot_rows
+        env = (half + rank * slot_rows, shard, M, N, ld, staging, flags, rank, epoch)
+        left = (a, M, a_row, a_k, 0)
+        right = (b, N, b_row, b_k)
+        run_segments(left, right, right, K, (heads, table, scratch, counts), number, nothing, _emit, _done, env, identity, T)
+        if all_started(state):
+            mine = peer(flags, rank, tl.int32)
+            slots = peer(staging, rank, T.dtype) + half * ld
+            sink = (out, out_row, out_column, M, N, args)
+            if T.one_shot:
+                sum_rows(M, 0, slots, M, M, N, ld, mine, epoch, state, limit, finish_sum, sink, after, T)
+            else:
+                m = tl.minimum(shard, M - rank * shard)
+                tiles = tl.cdiv(M, T.block_m) * tl.cdiv(N, T.block_n)
+                first_flag = T.world * (1 + tiles)
+                each = tl.cdiv(shard, T.rows) * tl.cdiv(N, T.columns)
+                sums_row = (epoch & 1).to(tl.int64) * T.world * shard
+                send = (sums_row + rank * shard, first_flag + rank * each, m, N, ld, sums, flags, epoch)
+                sum_rows(
+                    m, rank * shard, slots, shard, M, N, ld, mine, epoch, state, limit, _send_sum, send, after, T
+                )
+                half_sums = peer(sums, rank, T.dtype) + sums_row * ld
+                _collect(half_sums, first_flag, shard, M, N, ld, mine, epoch, state, limit, rank, sink, after, T)
+        leave(state, epoch)
+
+
+class MatmulAllReduce:
+    """``out = after(all_reduce(x @ w))`` over a group, one kernel.
+
+    ``x`` is [M, K] and ``w`` [K, N], both this rank's part of the contracted dim, of any strides; ``out`` is [M, N]. ``after`` (bias,
+    residual, activation) works on the sum. ``one_shot`` chooses the way; None: by the number of rows.
+
+    Example::
+
+        o_proj = MatmulAllReduce.create(ctx, ctx.world, M=8, N=8192, K=2048, dtype=torch.bfloat16)
+        o_proj.warm(h, w, out=y); ctx.barrier()
+        o_proj(h, w, out=y)
+    """
+
+    ONE_SHOT_ROWS = 64
+
+    def __init__(
+        self,
+        group: GroupLike,
+        workspace: Workspace,
+        share: Share,
+        T: Tiling,
+        config: GemmConfig,
+        shape: tuple[int, int, int],
+        after: Any,
+        sums: Tensor,
+    ) -> None:
+        self.group, self.workspace, self.share, self.T, self.config = group, workspace, share, T, config
+        self.M, self.N, self.K = shape
+        self.after, self.sums = after, sums
+
+    @classmethod
+    def create(
+        cls,
+        ctx: Any,
+        group: GroupLike,
+        *,
+        M: int,
+        N: int,
+        K: int,
+        dtype: torch.dtype,
+        part_dtype: torch.dtype | None = None,
+        after: Any = identity,
+        one_shot: bool | None = None,
+        config: GemmConfig | None = None,
+    ) -> "MatmulAllReduce":
+        """Allocate the workspace (collective over ``group``). ``part_dtype`` is what parts and sums are sent in."""
+        device, W, shard = ctx.heap.device, group.size, shard_rows(M, group.size)
+        one_shot = M <= cls.ONE_SHOT_ROWS if one_shot is None else one_shot
+        config = config or default_config(M, N, dtype, device)
+        part = part_dtype or (torch.int32 if dtype == torch.int8 else dtype)
+        T = part_tiling(config, W, dtype, part).with_modes(one_shot=one_shot)
+        row_bytes = round_up(N, 16) * part.itemsize
+        parts = W * (M if one_shot else shard) * row_bytes
+        sums = 0 if one_shot else W * shard * row_bytes
+        blocks = 0 if one_shot else W * -(-shard // T.rows) * -(-N // T.columns)
+        what = f"matmul_all_reduce [{M}, {K}] x [{K}, {N}]"
+        workspace = Workspace(ctx, group, parts + sums, W * (1 + tiles_of(M, N, T)) + blocks, what)
+        first_row = 0 if one_shot else (group.index + 1) % W * shard
+        share = Share.create(config, T, M, [N], K, first_row if first_row < M else 0, device)
+        return cls(group, workspace, share, T, config, (M, N, K), after, workspace.staging + 2 * parts)
+
+    def __call__(self, x: Tensor, w: Tensor, *, out: Tensor, args: tuple[Any, ...] = (), dry: int = 0) -> None:
+        """Launch on the current stream."""
+        if 0 in (self.M, self.N):
+            return
+        T, work, share, group = product_modes(self.T, x, w, self.config), self.workspace, self.share, self.group
+        _kernel[(share.programs,)](
+            dry, operand(x, T.a_mode, T.block_m, T.block_k), *x.stride(),
+            operand(w.T, T.b_mode, T.block_n, T.block_k), *w.T.stride(), out, *out.stride(),
+            work.staging, self.sums, work.flags, work.state, work.limit, group.index, self.M, self.N, self.K,
+            round_up(self.N, 16), shard_rows(self.M, group.size), share.heads, share.table, share.scratch, share.counts,
+            args, self.after, T, num_warps=self.config.warps, num_stages=self.config.stages,
+        )  # fmt: skip
+
+    def warm(self, x: Tensor, w: Tensor, *, out: Tensor, args: tuple[Any, ...] = ()) -> None:
+        """Compile and load the kernel for these operands without running it."""
+        self(x, w, out=out, args=args, dry=1)

@@ -1,0 +1,44 @@
+"""Pickle functions so that they run, and are quoted in tracebacks, in another process."""
+
+import io
+import linecache
+import os
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import cloudpickle
+
+
+def dumps(value: object) -> bytes:
+    """Pickle ``value``; functions and classes of ``__main__`` go by value, with their file names.
+
+    Source that is in no file (a notebook's cell) goes along.
+    """
+    with io.BytesIO() as file:
+        _Pickler(file).dump(value)
+        return file.getvalue()
+
+
+def _reduce_code(code: CodeType) -> tuple[Any, ...]:
+    build, args = _cloud_reduce(code)
+    name = code.co_filename
+    lines = () if os.path.exists(name) else tuple(linecache.getlines(name))
+    return _build_code, (build, args, name, lines)
+
+
+def _build_code(
+    build: Callable[..., CodeType], args: tuple[Any, ...], name: str, lines: tuple[str, ...]
+) -> CodeType:
+    if lines and name not in linecache.cache:
+        linecache.cache[name] = (sum(map(len, lines)), None, list(lines), name)
+    return build(*args).replace(co_filename=name)
+
+
+_cloud_reduce = cloudpickle.CloudPickler.dispatch_table[CodeType]
+
+
+class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+    """Cloudpickle, except that it keeps file names, which it drops to make its output stable."""
+
+    dispatch_table = cloudpickle.CloudPickler.dispatch_table.new_child({CodeType: _reduce_code})

@@ -1,0 +1,178 @@
+"""What the device functions compile to. No GPU is needed: this file, run as a script, compiles for one.
+
+The tests run it in a process of its own, because here Triton interprets.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from iris.device import atomics, ops, signals
+from iris.device.barrier_kernel import barrier_kernel
+from iris.device.context import DeviceContext
+
+pytestmark = pytest.mark.cpu
+
+H200 = GPUTarget("cuda", 90, 32)
+MI300 = GPUTarget("hip", "gfx942", 64)
+MOVES = ["load", "store", "put", "get", "copy", "context"]
+DTYPES = ["i1", "i8", "fp8e4nv", "bf16", "fp32", "i64"]
+
+
+@triton.jit
+def move(words, x, y, bases, n, rank: tl.constexpr, peer: tl.constexpr, MOVE: tl.constexpr):
+    i = tl.program_id(0) * 2048 + tl.arange(0, 2048)
+    mask = i < n
+    if MOVE == "load":
+        tl.store(y + i, ops.load(x + i, rank, peer, bases, mask), mask)
+    elif MOVE == "store":
+        ops.store(y + i, tl.load(x + i, mask), rank, peer, bases, mask)
+    elif MOVE == "put":
+        ops.put(x + i, y + i, rank, peer, bases, mask)
+    elif MOVE == "get":
+        ops.get(x + i, y + i, rank, peer, bases, mask)
+    elif MOVE == "copy":
+        ops.copy(x + i, y + i, peer, peer, rank, bases, mask)
+    else:
+        ctx = DeviceContext.initialize(words, rank, 2)
+        ctx.put(x + i, y + i, peer, mask)
+
+
+@triton.jit
+def every_atomic(words, x, y, bases, n, rank: tl.constexpr, peer: tl.constexpr):
+    ctx = DeviceContext.initialize(words, rank, 2)
+    i = tl.arange(0, 128)
+    mask = i < n
+    for offset in tl.static_range(2):
+        at = x + i if offset else x
+        some = mask if offset else n > 0
+        old = atomics.atomic_add(at, 1, rank, peer, bases, some)
+        old += atomics.atomic_sub(at, 1, rank, peer, bases, some)
+        old += atomics.atomic_min(at, 1, rank, peer, bases, some)
+        old += atomics.atomic_max(at, 1, rank, peer, bases, some)
+        old += atomics.atomic_and(at, 1, rank, peer, bases, some)
+        old += atomics.atomic_or(at, 1, rank, peer, bases, some)
+        old += atomics.atomic_xor(at, 1, rank, peer, bases, some)
+        old += atomics.atomic_xchg(at, 1, rank, peer, bases, some)
+        old += atomics.atomic_cas(at, 0, 1, rank, peer, bases)
+        old += ctx.atomic_add(at, 1, peer, some)
+        tl.store(y + i if offset else y, old)
+    ctx.signal(y, 1, peer)
+    signals.arrive(ops.translate(y, bases, rank, peer))
+    ctx.wait(y, 1, peer)
+    ctx.barrier()
+
+
+@triton.jit
+def wait_for_many(words, x):
+    lane = tl.arange(0, 8)
+    signals.wait(x + lane, 1, words, 0, lane, lane < 5)
+
+
+@triton.jit
+def narrow_scope(x, bases):
+    atomics.atomic_add(x, 1, 0, 1, bases, sem="relaxed", scope="gpu")
+
+
+def compiled(kernel, signature, constants, num_warps=4, target=H200):
+    """Return the assembly of ``kernel``. Pointers and ``n`` are multiples of 16, as Triton finds at a launch."""
+    aligned = [["tt.divisibility", 16]]
+    attributes = {
+        (place,): aligned
+        for place, (name, kind) in enumerate(signature.items())
+        if kind.startswith("*") or name == "n"
+    }
+    types = signature | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, types, constexprs=constants, attrs=attributes)
+    binary = triton.compile(source, target=target, options={"num_warps": num_warps})
+    return binary.asm["ptx" if target is H200 else "amdgcn"]
+
+
+def compile_all():
+    """Return the assembly of every kernel of this file, by name."""
+    ranks = {"rank": 0, "peer": 1}
+    texts = {}
+    for dtype in DTYPES:
+        pointers = {"words": "*i64", "x": "*" + dtype, "y": "*" + dtype, "bases": "*u64"}
+        for name in MOVES:
+            texts[f"{name} {dtype}"] = compiled(
+                move, pointers | {"n": "i32"}, ranks | {"MOVE": name}
+            )
+    meet = {"record": "*i64", "members": "i64", "stage": "i64"} | dict.fromkeys(
+        ("row", "rank", "world"), "i32"
+    )
+    words = {"words": "*i64", "x": "*i32", "y": "*i32", "bases": "*u64", "n": "i32"}
+    texts["atomics"] = compiled(every_atomic, words, ranks)
+    texts["barrier"] = compiled(barrier_kernel, meet, {"LANES": 32}, num_warps=1)
+    texts["wait for many"] = compiled(wait_for_many, {"words": "*i64", "x": "*i32"}, {})
+    texts["narrow scope"] = compiled(narrow_scope, {"x": "*i32", "bases": "*u64"}, {})
+    texts["amd atomics"] = compiled(every_atomic, words, ranks, target=MI300)
+    texts["amd barrier"] = compiled(barrier_kernel, meet, {"LANES": 64}, 1, MI300)
+    return texts
+
+
+@pytest.fixture(scope="module")
+def assembly(tmp_path_factory):
+    env = os.environ | {
+        "TRITON_INTERPRET": "0",
+        "TRITON_DEFAULT_FP_FUSION": "1",
+        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    command = [sys.executable, str(Path(__file__))]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110, check=False)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def accesses(text):
+    """Return the plain loads and stores of global memory in ``text``, without those of a table's entries."""
+    found = re.findall(r"\b(?:ld|st)(?:\.volatile)?\.global(?:\.v\d)?\.b\d+", text)
+    return [access for access in found if access != "ld.global.b64"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MOVES)
+def test_moves_are_16_bytes_wide(assembly, name, dtype):
+    wide = "v2.b64" if dtype == "i64" else "v4.b32"
+    found = accesses(assembly[f"{name} {dtype}"])
+    assert set(found) == {f"ld.global.{wide}", f"st.global.{wide}"}
+
+
+@pytest.mark.parametrize("name", ["atomics", "barrier", "wait for many"])
+def test_everything_that_synchronises_has_system_scope(assembly, name):
+    text = assembly[name]
+    found = re.findall(r"\b(?:atom|red|fence)\.\S+|\b\S+\.(?:acquire|release)\.\S+", text)
+    assert len(found) >= 4
+    assert [instruction for instruction in found if ".sys" not in instruction] == []
+
+
+def test_a_scope_that_is_asked_for_is_kept(assembly):
+    found = re.findall(r"\b(?:atom|red)\.\S+", assembly["narrow scope"])
+    assert found
+    assert all(".gpu.relaxed" in instruction for instruction in found)
+
+
+def test_a_barrier_signals_by_release_and_looks_by_acquire(assembly):
+    text = assembly["barrier"]
+    assert len(re.findall(r"atom\.global\.sys\.release\.exch\.b32", text)) == 1
+    assert "ld.acquire.sys.global.b32" in text
+    assert "%globaltimer" in text
+
+
+@pytest.mark.parametrize("name", ["amd atomics", "amd barrier"])
+def test_the_same_functions_compile_for_amd(assembly, name):
+    assert re.search(r"global_atomic_\w+", assembly[name])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(compile_all()))

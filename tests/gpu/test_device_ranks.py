@@ -1,0 +1,23 @@
+"""The device tests of tests/ranks again, where ranks are on GPUs."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+
+def load(path):
+    """Import a test file under a name of its own, so that its functions can travel to ranks."""
+    spec = importlib.util.spec_from_file_location(f"on_gpu.{path.stem}", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+for file in sorted((Path(__file__).parents[1] / "ranks").glob("test_device_*.py")):
+    for name, value in vars(load(file)).items():
+        if name.startswith("test_"):
+            globals()[name] = value

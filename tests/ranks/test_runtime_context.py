@@ -1,0 +1,249 @@
+"""The Iris class beside its heap: the examples of its reference page, logging, timing, knobs."""
+
+import logging
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from iris import config
+from iris.errors import ConfigError, IrisError, UnsupportedError
+from iris.logging import DEBUG, set_logger_level
+from iris.runtime.benching import do_bench
+from iris.runtime.context import Iris, current, current_or_none, iris
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture
+def ctx():
+    with iris(1 << 22) as context:
+        yield context
+
+
+def test_the_small_getters(ctx):
+    assert isinstance(ctx, Iris)
+    assert (ctx.get_rank(), ctx.get_num_ranks()) == (0, 1) == (ctx.cur_rank, ctx.num_ranks)
+    assert ctx.get_device() == torch.device("cpu")
+    assert ctx.get_device_id() == 0
+    assert ctx.get_cu_count() == len(os.sched_getaffinity(0))
+    assert ctx.get_usable_units() == ctx.get_cu_count()
+    bases = ctx.get_heap_bases()
+    assert (bases.shape, bases.dtype) == ((1,), torch.uint64)
+    context = ctx.get_device_context()
+    assert context.dtype == torch.int64
+    assert context.tolist() == [0, 1, int(bases[0])]
+
+
+def test_defaults_of_the_factory():
+    with iris() as ctx:
+        assert ctx.heap.capacity == 1 << 30
+        assert ctx.zeros(1024, 1024).shape == (1024, 1024)
+
+
+def test_barriers_of_one_rank(ctx):
+    ctx.barrier()
+    ctx.device_barrier()
+    ctx.device_barrier(group=[0])
+
+
+def test_without_copy_engine(ctx):
+    assert ctx.get_copy_engine_ctx() is None
+    for method in (ctx.put, ctx.put_tile, ctx.put_tiles, ctx.quiet):
+        with pytest.raises(RuntimeError, match="needs the copy engine, which is disabled"):
+            method()
+    with pytest.raises(UnsupportedError, match="copy engine is not in this version"):
+        iris(1 << 20, engines=("sdma",))
+    with pytest.raises(ConfigError, match="'rdma' is not allowed"):
+        iris(1 << 20, engines="rdma")
+
+
+def test_current_context():
+    assert current_or_none() is None
+    with pytest.raises(IrisError, match=r"help: call ctx = iris.iris\(\) on every rank"):
+        current()
+    first = iris(1 << 20)
+    second = iris(1 << 20)
+    assert current() is second
+    first.close()
+    assert current() is second
+    second.close()
+    assert current_or_none() is None
+
+
+def test_a_closed_context_says_so():
+    ctx = iris(1 << 20)
+    ctx.close()
+    ctx.close()
+    with pytest.raises(IrisError, match="this iris context is closed"):
+        ctx.zeros(3)
+
+
+def test_a_bad_heap_size_is_refused():
+    with pytest.raises(ConfigError, match="heap_size=0 must be a number of bytes above 0"):
+        iris(0)
+
+
+def test_an_unknown_allocator_lists_the_good_ones(monkeypatch):
+    with pytest.raises(ConfigError) as caught:
+        iris(1 << 20, allocator_type="malloc")
+    assert str(caught.value) == (
+        "allocator_type='malloc' is not allowed\nhelp: set it to one of: torch, vmem, symm_mem"
+    )
+    monkeypatch.setenv("IRIS_ALLOCATOR", "heap")
+    with pytest.raises(ConfigError, match="IRIS_ALLOCATOR='heap' is not allowed"):
+        iris(1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "allowed"),
+    [
+        ("IRIS_TIMEOUT", "-1", "a number of seconds above 0"),
+        ("IRIS_TIMEOUT", "nan", "a number of seconds above 0"),
+        ("IRIS_LOWERING", "cuda", "one of: auto, torch, triton"),
+        ("IRIS_CHECK", "yes", "0 or 1"),
+        ("IRIS_LOG", "cache,hep", "a comma list out of: cache, heap, launch, passes, plan, trace"),
+        ("IRIS_DEVICE", "gpu", "one of: auto, cpu, cuda"),
+    ],
+)
+def test_a_bad_knob_lists_the_good_values(monkeypatch, name, bad, allowed):
+    monkeypatch.setenv(name, bad)
+    knob = next(knob for knob in config.knobs() if knob.name == name)
+    with pytest.raises(ConfigError) as caught:
+        knob()
+    assert str(caught.value) == f"{name}={bad!r} is not allowed\nhelp: set it to {allowed}"
+
+
+def test_knobs_have_defaults_and_docs(monkeypatch):
+    for knob in config.knobs():
+        monkeypatch.delenv(knob.name, raising=False)
+        knob()
+        assert knob.doc
+        assert knob.allowed
+    monkeypatch.setenv("IRIS_TIMEOUT", "2.5")
+    assert config.timeout() == 2.5
+    monkeypatch.setenv("IRIS_LOG", "cache, plan")
+    assert config.log() == {"cache", "plan"}
+
+
+def test_device_cuda_without_a_gpu(monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    monkeypatch.setenv("IRIS_DEVICE", "cuda")
+    with pytest.raises(ConfigError, match="IRIS_DEVICE=cuda, but this process sees no GPU"):
+        iris(1 << 20)
+
+
+class TestLogging:
+    def test_format_and_level(self, ctx, capsys, monkeypatch):
+        monkeypatch.setattr(logging.getLogger(), "handlers", [])
+        set_logger_level(DEBUG)
+        ctx.debug("This will now be visible")
+        set_logger_level("WARNING")
+        ctx.info("hidden")
+        ctx.warning("Memory usage is high")
+        ctx.error("Failed")
+        set_logger_level(logging.INFO)
+        assert capsys.readouterr().err.splitlines() == [
+            "[Iris] [0/1] This will now be visible",
+            "[Iris] [0/1] Memory usage is high",
+            "[Iris] [0/1] Failed",
+        ]
+
+    def test_records_carry_rank_and_world(self, ctx, caplog):
+        ctx.info("Starting iteration 0")
+        (record,) = caplog.records
+        assert (record.name, record.levelname) == ("iris", "INFO")
+        assert (record.iris_rank, record.iris_num_ranks) == (0, 1)
+        assert record.filename == "test_runtime_context.py"
+
+
+class TestDoBench:
+    @pytest.fixture
+    def calls(self):
+        return []
+
+    def test_order_and_counts(self, calls):
+        do_bench(
+            lambda: calls.append("fn"),
+            barrier_fn=lambda: calls.append("barrier"),
+            preamble_fn=lambda: calls.append("preamble"),
+            n_warmup=2,
+            n_repeat=3,
+        )
+        assert calls == ["barrier", "preamble", "fn"] * 5
+
+    @pytest.mark.parametrize("mode", ["mean", "min", "max", "median"])
+    def test_modes_return_one_number(self, mode):
+        assert 0 < do_bench(lambda: sum(range(100)), n_repeat=5, return_mode=mode) < 100
+
+    def test_all_returns_every_time(self):
+        assert len(do_bench(lambda: None, n_repeat=7, return_mode="all")) == 7
+
+    def test_quantiles(self):
+        low, middle, high = do_bench(lambda: None, quantiles=[0.0, 0.5, 1.0])
+        assert low <= middle <= high
+        assert isinstance(do_bench(lambda: None, quantiles=[0.5]), float)
+
+    def test_bad_arguments(self):
+        with pytest.raises(ConfigError, match="help: use one of: mean, min, max, median, all"):
+            do_bench(lambda: None, return_mode="average")
+        with pytest.raises(ConfigError, match="n_repeat=0 must be 1 or more"):
+            do_bench(lambda: None, n_repeat=0)
+
+
+def test_broadcast_of_one_rank(ctx):
+    assert ctx.broadcast(42) == 42
+    assert isinstance(ctx.broadcast(torch.zeros(2)), np.ndarray)
+
+
+def test_a_fork_of_the_process_is_refused(ctx):
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ctx.zeros(3)
+            text = "allowed"
+        except IrisError as error:
+            text = str(error)
+        os.write(writer, text.encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    text = os.read(reader, 1000).decode()
+    os.close(reader)
+    os.close(writer)
+    assert text == (
+        f"this iris context belongs to process {os.getpid()}, and this is a fork of it "
+        f"(process {pid})\n"
+        "help: start ranks with iris.launch or torchrun; fork helpers before iris.iris()"
+    )
+    assert ctx.zeros(3).tolist() == [0, 0, 0]
+
+
+def _device_barriers():
+    ctx = iris(1 << 20)
+    for _ in range(20):
+        ctx.device_barrier()
+        if ctx.cur_rank != 1:
+            ctx.device_barrier(group=[0, 2])
+    return True
+
+
+def test_device_barriers_of_groups(ranks):
+    assert ranks(3).run(_device_barriers) == [True] * 3
+
+
+def _different_heap_sizes():
+    from iris.errors import CollectiveMismatchError
+
+    rank = int(os.environ["RANK"])
+    with pytest.raises(CollectiveMismatchError) as caught:
+        iris((1 + rank) << 20)
+    return str(caught.value)
+
+
+def test_different_heap_sizes_are_refused(ranks):
+    for text in ranks(2).run(_different_heap_sizes):
+        assert "rank 0: iris.iris(heap_size=1048576, allocator_type='torch') on cpu" in text
+        assert "rank 1: iris.iris(heap_size=2097152, allocator_type='torch') on cpu" in text
