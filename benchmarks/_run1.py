@@ -15,7 +15,7 @@ def worker(rank,q,port):
         dist.init_process_group("cpu:gloo,cuda:nccl",rank=rank,world_size=W)
         from iris.bench.stages import measure
         if rank==0: q.put(f"W={W} SMs={torch.cuda.get_device_properties(0).multi_processor_count}")
-        for stage,model,M in (("all_gather_matmul","8B",64*max(1,W//4)),("matmul_reduce_scatter","8B",64*max(1,W//4)),("all_gather_matmul","8B",2048),("matmul_reduce_scatter","8B",2048),("all_gather_matmul","70B",512),("matmul_reduce_scatter","70B",512),("all_gather_matmul","70B",4096),("matmul_reduce_scatter","70B",4096)):
+        for stage,model,M in [(a,b,int(c)) for a,b,c in (t.split(":") for t in sys.argv[3].split(","))]:
             rows=[]
             t=time.time()
             for row in measure(stage,model,M,True): rows.append(row)

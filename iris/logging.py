@@ -1,5 +1,4 @@
-"""Logging through the standard ``iris`` logger; each record carries ``iris_rank`` and
-``iris_num_ranks``.
+"""Logging through the standard ``iris`` logger; records carry rank and world size.
 
 Records go to stderr as ``[Iris] [rank/world] message`` until the program configures the root
 logger or gives the ``iris`` logger a handler of its own; then they go there.
@@ -20,9 +19,7 @@ class _Formatter(logging.Formatter):
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to whatever ``sys.stderr`` is at the time, and only where nobody else would show the
-    record.
-    """
+    """Writes to the present ``sys.stderr``, and only where nobody else shows the record."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers and sys.stderr is not None:
@@ -30,9 +27,7 @@ class _StderrHandler(logging.Handler):
 
 
 def logger() -> logging.Logger:
-    """Return the ``iris`` logger, with its default handler and level INFO unless the program
-    chose others.
-    """
+    """Return the ``iris`` logger, with a handler and level INFO unless the program chose."""
     found = logging.getLogger("iris")
     if not found.handlers:
         handler = _StderrHandler()
@@ -44,8 +39,9 @@ def logger() -> logging.Logger:
 
 
 def set_logger_level(level: int | str) -> None:
-    """Set the level of the iris logger: ``iris.DEBUG``, ``iris.INFO``, ``iris.WARNING`` or
-    ``iris.ERROR``.
+    """Set the level of the iris logger.
+
+    One of ``iris.DEBUG``, ``iris.INFO``, ``iris.WARNING`` and ``iris.ERROR``.
 
     Example::
 

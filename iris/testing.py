@@ -1,6 +1,4 @@
-"""Helpers for testing programs on ranks: data that shows misplacement, one tolerance table,
-isolated runs, delays.
-"""
+"""Helpers for tests on ranks: telling data, one tolerance table, isolated runs, delays."""
 
 import sys
 import time
@@ -29,8 +27,9 @@ TOLERANCE: dict[torch.dtype, tuple[float, float]] = {
 def small_integers(
     shape: Sequence[int], rank: int = 0, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return integers from -4 to 4 that differ by rank, row and column, so that their sums and
-    products are exact.
+    """Return integers from -4 to 4 that differ by rank, row and column.
+
+    Sums and products of some thousands of them are exact in float32.
 
     Equal arguments give equal values in every process.
     """
@@ -39,9 +38,7 @@ def small_integers(
 
 
 def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> None:
-    """Assert that two tensors agree within ``TOLERANCE`` of ``dtype`` (by default that of
-    ``actual``); exactly for integers.
-    """
+    """Assert equality within ``TOLERANCE`` of ``dtype`` (that of ``actual``); integers exactly."""
     rtol, atol = TOLERANCE.get(dtype or actual.dtype, (0.0, 0.0))
     torch.testing.assert_close(
         actual.cpu().double(), expected.cpu().double(), rtol=rtol, atol=atol, equal_nan=True
@@ -68,15 +65,16 @@ def isolated(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class SharedRanks:
     """A pool that tests share: every run starts without a context and leaves none."""
 
-    def __init__(self, nprocs: int) -> None:
+    def __init__(self, nprocs: int, device: str = "cpu") -> None:
         self.nprocs = nprocs
-        self._pool = RankPool(nprocs, env={"IRIS_TIMEOUT": "20"})
+        self._pool = RankPool(nprocs, env={"IRIS_TIMEOUT": "20", "IRIS_DEVICE": device})
 
     def run(
         self, fn: Callable[..., Any], *args: Any, timeout: float = 60, **kwargs: Any
     ) -> list[Any]:
-        """Run ``fn(*args, **kwargs)`` on every rank; see ``RankPool.run``. A test module travels
-        by value.
+        """Run ``fn(*args, **kwargs)`` on every rank; see ``RankPool.run``.
+
+        The test module that ``fn`` is from travels by value.
         """
         module = sys.modules.get(getattr(fn, "__module__", ""))
         if module is not None and Path(module.__file__ or "").name.startswith("test_"):

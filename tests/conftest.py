@@ -7,32 +7,40 @@ import pytest
 from iris.runtime.context import current_or_none
 from iris.testing import SharedRanks
 
+Pools = dict[tuple[int, str], SharedRanks]
+
 
 @pytest.fixture(scope="session")
-def _pools() -> Iterator[dict[int, SharedRanks]]:
-    pools: dict[int, SharedRanks] = {}
+def _pools() -> Iterator[Pools]:
+    pools: Pools = {}
     yield pools
     for pool in pools.values():
         pool.close()
 
 
 @pytest.fixture
-def ranks(_pools: dict[int, SharedRanks]) -> Callable[[int], SharedRanks]:
-    """Return a function from a world size to a shared pool of that many ranks: ``ranks(4).run(fn,
-    *args)``.
-    """
+def device(request: pytest.FixtureRequest) -> str:
+    """Return where this test's ranks are: "cuda" in tests marked ``gpu``, else "cpu"."""
+    return "cuda" if request.node.get_closest_marker("gpu") else "cpu"
+
+
+@pytest.fixture
+def ranks(_pools: Pools, device: str) -> Callable[[int], SharedRanks]:
+    """Return a function from a world size to a shared pool: ``ranks(4).run(fn, *args)``."""
 
     def pool(nprocs: int) -> SharedRanks:
-        if nprocs not in _pools:
-            _pools[nprocs] = SharedRanks(nprocs)
-        return _pools[nprocs]
+        key = (nprocs, device)
+        if key not in _pools:
+            _pools[key] = SharedRanks(nprocs, device)
+        return _pools[key]
 
     return pool
 
 
 @pytest.fixture(autouse=True)
-def _no_context_left() -> Iterator[None]:
-    """Close a context that a test made in this process."""
+def _own_context(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Put contexts of the test process on the test's device, and close one that is left."""
+    monkeypatch.setenv("IRIS_DEVICE", device)
     yield
     context = current_or_none()
     if context is not None:

@@ -31,15 +31,29 @@ def capture(call: Callable[[], object], inner: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def time_graph(call: Callable[[], object], *, inner: int = 6, replays: int = 15) -> Time:
-    """Time ``call``. Collective: all ranks time the same thing together."""
+def time_graph(call: Callable[[], object], align: Callable[[], object], *, replays: int = 15, span: float = 5e3) -> Time:
+    """Time ``call`` in a graph of as many calls as last about ``span`` microseconds. Collective.
+
+    ``align`` enqueues a barrier of the ranks on the device before each replay, so that it is not the hosts' skew that is timed.
+    """
+    inner = 4
     graph = capture(call, inner)
+    first = _replay(graph, align, 3, inner)
+    longer = min(200, int(span / first.median))
+    if longer > inner:
+        inner = longer
+        graph = capture(call, inner)
+    return _replay(graph, align, replays, inner)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, align: Callable[[], object], replays: int, inner: int) -> Time:
     graph.replay()
     torch.cuda.synchronize()
-    dist.barrier()
     times = []
     for _ in range(replays):
+        dist.barrier()
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        align()
         start.record()
         graph.replay()
         stop.record()

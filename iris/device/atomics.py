@@ -167,22 +167,9 @@ def atomic_xchg(
 ):
     """Put ``val`` in place of what ``to_rank`` has at ``pointer``."""
     ELEMENT: tl.constexpr = pointer.dtype.element_ty
-    _check_word(pointer, "atomic_xchg")
-    target = translate(pointer, heap_bases, from_rank, to_rank, hint)
-    new = tl.cast(val, ELEMENT)
-    if ELEMENT.is_int():
-        old = tl.atomic_xchg(target, new, mask=mask, sem=sem, scope=scope)
-    else:  # the interpreter exchanges integers only
-        WORD: tl.constexpr = tl.int32 if ELEMENT.primitive_bitwidth == 32 else tl.int64
-        bits = tl.atomic_xchg(
-            tl.cast(target, tl.pointer_type(WORD)),
-            new.to(WORD, bitcast=True),
-            mask=mask,
-            sem=sem,
-            scope=scope,
-        )
-        old = bits.to(ELEMENT, bitcast=True)
-    return old
+    target = _words(translate(pointer, heap_bases, from_rank, to_rank, hint), "atomic_xchg")
+    new = _bits(val, ELEMENT, target)
+    return tl.atomic_xchg(target, new, mask=mask, sem=sem, scope=scope).to(ELEMENT, bitcast=True)
 
 
 @device_function
@@ -199,14 +186,10 @@ def atomic_cas(
 ):
     """Put ``val`` in place of what ``to_rank`` has at ``pointer`` where its bits are ``cmp``'s."""
     ELEMENT: tl.constexpr = pointer.dtype.element_ty
-    _check_word(pointer, "atomic_cas")
-    target = translate(pointer, heap_bases, from_rank, to_rank, hint)
-    old = tl.cast(cmp, ELEMENT)
-    new = tl.cast(val, ELEMENT)
-    if pointer.type.is_block():
-        old = tl.broadcast_to(old, pointer.shape)
-        new = tl.broadcast_to(new, pointer.shape)
-    return tl.atomic_cas(target, old, new, sem=sem, scope=scope)
+    target = _words(translate(pointer, heap_bases, from_rank, to_rank, hint), "atomic_cas")
+    old = _bits(cmp, ELEMENT, target)
+    new = _bits(val, ELEMENT, target)
+    return tl.atomic_cas(target, old, new, sem=sem, scope=scope).to(ELEMENT, bitcast=True)
 
 
 @device_function
@@ -228,9 +211,21 @@ def _check_integer(pointer, NAME: tl.constexpr):
 
 
 @device_function
-def _check_word(pointer, NAME: tl.constexpr):
+def _words(pointer, NAME: tl.constexpr):
+    """Return ``pointer`` as one to integers: not every backend exchanges or compares floats."""
     ELEMENT: tl.constexpr = pointer.dtype.element_ty
     tl.static_assert(
         ELEMENT.primitive_bitwidth >= 32,
         NAME + " takes int32, int64, uint32, uint64, float32 or float64",
     )
+    WORD: tl.constexpr = tl.int32 if ELEMENT.primitive_bitwidth == 32 else tl.int64
+    return tl.cast(pointer, tl.pointer_type(WORD))
+
+
+@device_function
+def _bits(value, ELEMENT: tl.constexpr, target):
+    """Return ``value`` as ELEMENT, in the bits and the shape that ``target`` takes."""
+    bits = tl.cast(value, ELEMENT).to(target.dtype.element_ty, bitcast=True)
+    if target.type.is_block():
+        bits = tl.broadcast_to(bits, target.shape)
+    return bits

@@ -85,8 +85,23 @@ EXPRESSIONS: Mapping[str, Expression] = {
     "minimum": lambda a, b: f"tl.minimum({a}, {b})",
     "pow": _power,
     "clamp": _clamp,
+    "exp2": lambda a: f"tl.exp2({a})",
+    "log": lambda a: f"tl.log({a})",
+    "erf": lambda a: f"tl.erf({a})",
+    "sin": lambda a: f"tl.sin({a})",
+    "cos": lambda a: f"tl.cos({a})",
+    "square": lambda a: f"{a} * {a}",
+    "clamp_min": lambda a, low: f"tl.maximum({a}, {low})",
+    "clamp_max": lambda a, high: f"tl.minimum({a}, {high})",
+    "relu6": lambda a: f"tl.minimum(tl.maximum({a}, 0.0), 6.0)",
+    "leaky_relu": lambda a, slope="0.01": f"tl.where({a} > 0, {a}, {slope} * {a})",
     "_to_copy": lambda a, **_: a,
     "clone": lambda a, **_: a,
+    # Views of rows and columns: a tile is the same tile.
+    "view": lambda a, *_: a,
+    "_unsafe_view": lambda a, *_: a,
+    "unsqueeze": lambda a, *_: a,
+    "squeeze": lambda a, *_: a,
 }
 """Triton text of each op that an epilogue may hold, by ATen name without the overload."""
 
@@ -106,9 +121,13 @@ class Epilogue:
         return _module(name, self.source).epilogue
 
 
+VIEWS = frozenset({"view", "_unsafe_view", "unsqueeze", "squeeze"})
+
+
 def obstacle(node: Node, types: Mapping[str, TensorType]) -> str | None:
-    """Why ``node`` cannot be part of an epilogue; None when it can."""
-    if node.op.partition(".")[0] not in EXPRESSIONS:
+    """Why ``node``, which is no view, cannot be part of an epilogue; None when it can."""
+    name = node.op.partition(".")[0]
+    if name not in EXPRESSIONS or name in VIEWS:
         return f"{node.op} is not a pointwise op that epilogues have"
     if len(node.outputs) != 1 or node.out.type.dtype not in FLOATS:
         return f"{node.op} makes {node.outputs[0].type.dtype} values"

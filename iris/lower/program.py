@@ -1,7 +1,7 @@
-"""A graph as straight-line Python: the plan that CPU ranks run, and what `as_text()` of a compiled program shows.
+"""A graph as straight-line Python: the plan that a rank runs, and what ``as_text()`` of a compiled program shows.
 
-Every node becomes one line. Pure ops are torch calls; a collective is a call of an object made at compile time, which
-owns its staging and its place in the group's order. A stage is its body, or one fused object where the lowering has one.
+Every node becomes one line. Pure ops are torch calls; a collective or a fused stage is a call of an object made at compile
+time, which owns its workspace and its place in the group's order.
 """
 
 import linecache
@@ -10,91 +10,76 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from iris.errors import UnsupportedError
-from iris.graph.nodes import Arg, Graph, Node, Ref, Token, refs, walk
-from iris.graph.types import TensorType, chunk_sizes
-from iris.lower import collectives
-from iris.lower.collectives import Collective
+from iris.graph.nodes import Arg, Graph, Node, Ref, Token, walk
+from iris.graph.types import TensorType
+from iris.lower.choices import Choice
 from iris.lower.dtypes import TORCH_DTYPES
+from iris.lower.sites import MAKERS, Place, Site
+from iris.lower.stages import Match
 from iris.runtime.groups import Group
 
 COMMENT_COLUMN = 60
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a program runs: its mesh, this rank's coordinate, the device, and the group along any axes."""
-
-    coord: Mapping[str, int]
-    device: torch.device
-    group: Callable[[tuple[str, ...]], Group]
-
-
-@dataclass(frozen=True)
 class Executable:
-    """``run(*inputs)`` returns the graph's outputs; its writes are done in place.
+    """``run(*inputs)`` returns the graph's outputs, then the values of its in-place writes.
 
-    ``text`` is the source that runs, ``workspace`` the bytes it uses on the symmetric heap.
+    ``text`` is the source that runs, ``workspace`` the bytes it uses on the symmetric heap, ``fused`` its kernels;
+    ``on_host`` says whether ranks meet on the host in between, which a CUDA graph cannot hold.
     """
 
     run: Callable[..., tuple[Any, ...]]
     text: str
     workspace: int
+    fused: tuple[Any, ...]
+    on_host: bool
 
 
-def axes_of(node: Node) -> tuple[str, ...]:
-    axis = node.kwargs["axis"]
-    return (axis,) if isinstance(axis, str) else tuple(str(a) for a in axis)  # type: ignore[union-attr]
+@dataclass(frozen=True)
+class _Step:
+    """One line of the plan."""
+
+    text: str
+    uses: tuple[str, ...]
+    makes: tuple[str, ...]
+    loc: str
 
 
-def scattered(size: int, axes: Sequence[str], graph: Graph) -> list[int]:
-    """Rows that each member along ``axes`` keeps of a dim of ``size`` rows."""
-    parts = [size]
-    for axis in axes:
-        parts = [n for part in parts for n in chunk_sizes(part, graph.mesh.size(axis))]
-    return parts
-
-
-def build(graph: Graph, place: Place) -> Executable:
-    """Compile ``graph`` for one rank with torch ops. Collective: all ranks of the mesh build the same graph."""
-    return _Writer(graph, place).build()
+def build(graph: Graph, choices: Mapping[str, Choice], place: Place) -> Executable:
+    """Compile ``graph`` for one rank. Collective: all ranks of the mesh build the same graph."""
+    return _Writer(graph, choices, place).build()
 
 
 @dataclass
 class _Writer:
     graph: Graph
+    choices: Mapping[str, Choice]
     place: Place
     space: dict[str, Any] = field(default_factory=dict)
-    lines: list[str] = field(default_factory=list)
     groups: dict[Group, None] = field(default_factory=dict)
+    fused: list[Any] = field(default_factory=list)
+    types: dict[str, TensorType] = field(init=False)
 
-    def group(self, node: Node) -> Group:
-        """The ranks that ``node`` communicates among."""
-        group = self.place.group(axes_of(node))
-        if group.size > 1:
-            self.groups[group] = None
-        return group
+    def __post_init__(self) -> None:
+        self.types = self.graph.types
 
     def build(self) -> Executable:
-        nodes = [node for node in walk(self.graph.nodes) if not node.body]
-        last = self._last_uses(nodes)
-        for index, node in enumerate(nodes):
-            self._emit(node)
-            dead = [_variable(name) for name in last.get(index, ())]
-            if dead:
-                self.lines.append(f"del {', '.join(dead)}")
-        for target, value in self.graph.writes:
-            self.lines.append(f"{_variable(target)}.copy_({_variable(value)})")
-        outputs = "".join(f"{self._text(arg)}, " for arg in self.graph.outputs)
-        self.lines.append(f"return ({outputs})")
+        steps = [step for node in self.graph.nodes for step in self._steps(node)]
+        values = [*self.graph.outputs, *(Ref(value) for _, value in self.graph.writes)]
+        lines = [
+            *self._lines(steps),
+            f"return ({''.join(f'{self._text(arg)}, ' for arg in values)})",
+        ]
         parameters = ", ".join(_variable(value.name) for value in self.graph.inputs)
-        text = f"def {self._name()}({parameters}):\n" + "".join(
-            f"    {line}\n" for line in self.lines
-        )
-        staging = [group.staging(1) for group in self.groups]
-        return Executable(self._compile(text), text, sum(2 * s.nbytes for s in staging))
+        body = "".join(f"    {line}\n" for line in lines)
+        text = f"def {self._name()}({parameters}):\n{body}"
+        workspace = sum(2 * group.staging(1).nbytes for group in self.groups)
+        workspace += sum(call.workspace for call in self.fused)
+        run = self._compile(text)
+        return Executable(run, text, workspace, tuple(self.fused), bool(self.groups))
 
     def _name(self) -> str:
         return self.graph.name if self.graph.name.isidentifier() else "program"
@@ -106,38 +91,65 @@ class _Writer:
         run: Callable[..., tuple[Any, ...]] = self.space[self._name()]
         return run
 
-    def _last_uses(self, nodes: Sequence[Node]) -> dict[int, list[str]]:
-        """Values to drop after each node: made by a node, and not read again."""
-        made = {value.name for node in nodes for value in node.outputs}
-        last = {
-            name: i
-            for i, node in enumerate(nodes)
-            for name in (*node.uses, *(v.name for v in node.outputs))
-        }
-        table: dict[int, list[str]] = {}
-        for name in made - set(self.graph.live_out):
-            table.setdefault(last[name], []).append(name)
-        return table
+    def _lines(self, steps: Sequence[_Step]) -> list[str]:
+        """The text of every step, and after each the values dropped there: they are not read again."""
+        last = {name: i for i, step in enumerate(steps) for name in (*step.makes, *step.uses)}
+        kept = set(self.graph.live_out) | {value.name for value in self.graph.inputs}
+        lines = []
+        for index, step in enumerate(steps):
+            lines.append(f"{step.text:<{COMMENT_COLUMN}}  # {step.loc}" if step.loc else step.text)
+            touched = dict.fromkeys((*step.uses, *step.makes))
+            dead = [name for name in touched if last[name] == index and name not in kept]
+            if dead:
+                lines.append(f"del {', '.join(map(_variable, dead))}")
+        return lines
 
-    def _emit(self, node: Node) -> None:
+    def _steps(self, node: Node) -> list[_Step]:
+        choice = self.choices.get(node.outputs[0].name) if node.outputs else None
+        if choice is not None and choice.match is not None:
+            match = choice.match
+            return [
+                *map(self._step, match.before),
+                self._fused(match, node),
+                *map(self._step, match.after),
+            ]
+        return [self._step(inner) for inner in walk((node,)) if not inner.body]
+
+    def _fused(self, match: Match, node: Node) -> _Step:
+        from iris.lower.fused import FusedCall, Values, operands_of  # brings in triton
+
+        group = self.place.group_of(match.collective)
+        values = Values(self.types, self.graph.mesh, self.place.coord)
+        call = FusedCall(match, self.place.ctx, group, values)
+        name = f"{match.stage}_{match.results[0]}"
+        self.space[name] = call
+        self.fused.append(call)
+        operands = operands_of(match)
+        targets = "".join(f"{_variable(result)}, " for result in match.results)
+        text = f"{targets}= {name}({', '.join(map(_variable, operands))})"
+        return _Step(text, operands, match.results, node.loc)
+
+    def _step(self, node: Node) -> _Step:
         targets = ", ".join(_variable(value.name) for value in node.outputs)
         if len(node.outputs) == 1 and node.op in MULTIPLE:
             targets += ","
-        line = f"{targets} = {self._call(node)}"
-        self.lines.append(f"{line:<{COMMENT_COLUMN}}  # {node.loc}" if node.loc else line)
+        makes = tuple(value.name for value in node.outputs)
+        return _Step(f"{targets} = {self._call(node)}", node.uses, makes, node.loc)
 
     def _call(self, node: Node) -> str:
-        if node.op in COLLECTIVES:
+        if node.op in MAKERS:
+            site = Site(self.graph, self.place, node)
             name = f"{node.op}_{node.out.name}"
-            self.space[name] = COLLECTIVES[node.op](self, node)
+            self.space[name] = MAKERS[node.op](site)
+            if site.group.size > 1:
+                self.groups[site.group] = None
             return f"{name}({', '.join(self._text(arg) for arg in node.args)})"
         if node.op == "axis_index":
-            index = self.place.group(axes_of(node)).index
+            index = self.place.group_of(node).index
             self.space["axis_index"] = torch.tensor
             return f"axis_index({index}, device={self._text(Token('device'))})"
-        name, function = torch_function(
-            node.op, self.graph.types[node.out.name] if node.outputs else None
-        )
+        type_ = node.out.type if len(node.outputs) == 1 else None
+        name, function = torch_function(node.op, type_)
         self.space[name] = function
         args = [self._text(arg) for arg in node.args]
         args += [f"{key}={self._text(arg)}" for key, arg in node.attrs]
@@ -149,9 +161,8 @@ class _Writer:
         if isinstance(arg, tuple):
             return "[" + ", ".join(self._text(item) for item in arg) + "]"
         if isinstance(arg, Token):
-            value = self._token(arg.text)
             name = f"_{arg.text}"
-            self.space[name] = value
+            self.space[name] = self._token(arg.text)
             return name
         if isinstance(arg, float) and (arg != arg or arg in (float("inf"), float("-inf"))):
             return f"float('{arg}')"
@@ -159,89 +170,13 @@ class _Writer:
 
     def _token(self, text: str) -> Any:
         if text == "device":
-            return self.place.device
+            return self.place.ctx.device
         if text in TORCH_DTYPES:
             return TORCH_DTYPES[text]
         found = getattr(torch, text, None)
         return torch.device(text) if found is None else found
 
-    def _what(self, node: Node) -> str:
-        at = f" at {node.loc}" if node.loc else ""
-        return f"{node.op} %{node.out.name}{at} in program {self.graph.name}"
 
-    def _operand(self, node: Node) -> tuple[TensorType, list[int]]:
-        (name,) = refs(node.args)
-        type_ = self.graph.types[name]
-        return type_, list(type_.local_shape(self.graph.mesh, self.place.coord))
-
-    def _all_gather(self, node: Node) -> Collective:
-        type_, shape = self._operand(node)
-        axes, dim = axes_of(node), int(node.kwargs["dim"])  # type: ignore[arg-type]
-        group = self.group(node)
-        sizes = [shape[dim]] * group.size
-        if type_.spec[dim][-len(axes) :] == axes:
-            joined = node.out.type.local_shape(self.graph.mesh, self.place.coord)[dim]
-            sizes = scattered(joined, axes, self.graph)
-        return collectives.make_all_gather(
-            group, shape, sizes, dim, TORCH_DTYPES[type_.dtype], self._what(node)
-        )
-
-    def _reduce_scatter(self, node: Node) -> Collective:
-        type_, shape = self._operand(node)
-        axes, dim = axes_of(node), int(node.kwargs["dim"])  # type: ignore[arg-type]
-        sizes = scattered(shape[dim], axes, self.graph)
-        dtype, op = TORCH_DTYPES[type_.dtype], str(node.kwargs.get("op", "sum"))
-        group = self.group(node)
-        return collectives.make_reduce_scatter(
-            group, shape, sizes, dim, op, dtype, self._what(node)
-        )
-
-    def _all_reduce(self, node: Node) -> Collective:
-        type_, shape = self._operand(node)
-        dtype, op = TORCH_DTYPES[type_.dtype], str(node.kwargs.get("op", "sum"))
-        group = self.group(node)
-        return collectives.make_all_reduce(group, shape, op, dtype, self._what(node))
-
-    def _all_to_all(self, node: Node) -> Collective:
-        type_, shape = self._operand(node)
-        axes = axes_of(node)
-        split, concat = int(node.kwargs["split_dim"]), int(node.kwargs["concat_dim"])  # type: ignore[arg-type]
-        group = self.group(node)
-        shapes = [list(shape) for _ in range(group.size)]
-        if split != concat and type_.spec[concat][-len(axes) :] == axes:
-            joined = node.out.type.local_shape(self.graph.mesh, self.place.coord)[concat]
-            for member, size in enumerate(scattered(joined, axes, self.graph)):
-                shapes[member][concat] = size
-        splits = scattered(shape[split], axes, self.graph)
-        dtype = TORCH_DTYPES[type_.dtype]
-        return collectives.make_all_to_all(
-            group, shapes, split, splits, concat, dtype, self._what(node)
-        )
-
-    def _broadcast(self, node: Node) -> Collective:
-        type_, shape = self._operand(node)
-        group, src = self.group(node), int(node.kwargs["src"])  # type: ignore[arg-type]
-        return collectives.make_broadcast(
-            group, shape, src, TORCH_DTYPES[type_.dtype], self._what(node)
-        )
-
-    def _ppermute(self, node: Node) -> Collective:
-        type_, shape = self._operand(node)
-        perm: Any = node.kwargs["perm"]
-        group = self.group(node)
-        return collectives.make_ppermute(
-            group, shape, perm, TORCH_DTYPES[type_.dtype], self._what(node)
-        )
-
-
-COLLECTIVES: dict[str, Callable[[_Writer, Node], Collective]] = {
-    "all_gather": _Writer._all_gather,
-    "reduce_scatter": _Writer._reduce_scatter,
-    "all_reduce": _Writer._all_reduce,
-    "all_to_all": _Writer._all_to_all,
-    "broadcast": _Writer._broadcast,
-    "ppermute": _Writer._ppermute,
-}
 # Ops that return a list or tuple even of one tensor.
 MULTIPLE = {"split.Tensor", "split_with_sizes", "unbind.int", "chunk", "tensor_split.sections"}
 
@@ -265,6 +200,3 @@ def torch_function(op: str, type_: TensorType | None) -> tuple[str, Callable[...
 
 def _variable(name: str) -> str:
     return f"v{name}" if name.isdigit() else name
-
-
-__all__ = ["Executable", "Place", "Tensor", "build"]

@@ -1,3 +1,1 @@
-"""What runs under every program: ranks, the symmetric heap, groups and barriers, and the
-launcher.
-"""
+"""What runs under every program: ranks, the heap, groups, barriers, the launcher."""

@@ -1,13 +1,12 @@
-"""Where blocks go inside a slab: first fit, from both ends. Pure arithmetic, the same on every
-rank.
-"""
+"""Where blocks go inside a slab: pure arithmetic, the same on every rank."""
 
 from bisect import bisect_left, insort
 
 
 class Shelf:
-    """Blocks laid out upwards from 0, first fit; freed neighbours coalesce because only taken
-    ranges are kept.
+    """Blocks laid out upwards from 0, first fit.
+
+    Only taken ranges are kept, so freed neighbours are one hole.
     """
 
     def __init__(self) -> None:
@@ -19,9 +18,7 @@ class Shelf:
         return self._taken[-1][1] if self._taken else 0
 
     def fit(self, nbytes: int, align: int, limit: int) -> int | None:
-        """Return the lowest aligned start of a hole of ``nbytes`` that ends at ``limit`` or
-        before.
-        """
+        """Return the lowest aligned start of a hole of ``nbytes`` below ``limit``, or None."""
         start = 0
         for taken_start, taken_end in self._taken:
             if start + nbytes <= min(taken_start, limit):
@@ -45,8 +42,7 @@ class Shelf:
 
 
 class Arena:
-    """``nbytes`` with a shelf at each end: low for the world's blocks, high for those of smaller
-    groups.
+    """``nbytes`` with a shelf at each end: low for the world's blocks, high for other groups'.
 
     The low shelf is the same on all ranks. The high one is each rank's own; ``ceiling``, the
     furthest that any rank's reaches down, is agreed at every allocation of the world.
@@ -58,8 +54,9 @@ class Arena:
         self.high = Shelf()
 
     def place_low(self, nbytes: int, align: int, highest: int) -> int | None:
-        """Return an offset for a block of the world; ``highest`` is the largest ``high.top`` of
-        all ranks.
+        """Return an offset for a block of the world, or None.
+
+        ``highest`` is the largest ``high.top`` of all ranks.
         """
         return self.low.fit(nbytes, align, self.nbytes - highest)
 

@@ -116,7 +116,7 @@ class Page:
         if index == SLOTS:
             raise IrisError(
                 f"this context has {SLOTS} groups already",
-                help="use one group object for one set of ranks, and close contexts you no longer use",
+                help="use groups again, or close contexts that are no longer used",
             )
         self._keys[index] = key
         fence()
@@ -134,9 +134,7 @@ class Page:
 
 @dataclass(frozen=True)
 class Contact:
-    """How one rank reaches another. ``started`` tells its process from a later one with the same
-    id.
-    """
+    """How one rank reaches another. ``started`` tells its process from a later namesake."""
 
     rank: int
     pid: int
@@ -209,9 +207,7 @@ class Board:
 
 
 def start_time(pid: int) -> str:
-    """Return when a running process started, in the kernel's ticks; "" for one that is gone or a
-    zombie.
-    """
+    """Return when a running process started, in ticks; "" for one that is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -24,10 +24,11 @@ def meet(rendezvous: Rendezvous, board: Board, placement: Placement) -> list[str
         "nbytes": own.address.nbytes,
         "secret": own.address.secret.hex(),
     }
-    number = rendezvous.count("contexts")
     cards = [
         json.loads(text)
-        for text in rendezvous.gather("iris.iris", f"cards/{number}", json.dumps(card))
+        for text in rendezvous.gather(
+            "iris.iris", f"cards/{rendezvous.attempt()}", json.dumps(card)
+        )
     ]
     away = [rank for rank, other in enumerate(cards) if other["host"] != card["host"]]
     if away:

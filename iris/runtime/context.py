@@ -42,8 +42,9 @@ def iris(
     allocator_type: str = "torch",
     engines: str | Sequence[str] = (),
 ) -> "Iris":
-    """Create the context of this rank, make it the current one, and return it. Collective over
-    the world.
+    """Create the context of this rank, make it the current one, and return it.
+
+    Collective over the world.
 
     ``heap_size`` is in bytes for each rank. ``allocator_type`` is "torch", "vmem" or "symm_mem"
     (``IRIS_ALLOCATOR`` overrides it). Ranks are found from torch.distributed, from torchrun's or
@@ -70,8 +71,7 @@ def current_or_none() -> "Iris | None":
 
 
 class Iris(Creation, CopyEngine, RankLogging):
-    """One rank's view of the world: its heap, its peers, barriers, and torch-style tensors on the
-    heap.
+    """One rank's view of the world: its heap, its peers, barriers, tensors on the heap.
 
     Made by ``iris.iris()``. Leaving it as a context manager closes it.
 
@@ -147,8 +147,9 @@ class Iris(Creation, CopyEngine, RankLogging):
         return self
 
     def group(self, ranks: Ranks = None) -> Group:
-        """Return the group of ``ranks`` (global ranks in any order, or a ProcessGroup; None is
-        the world).
+        """Return the group of ``ranks``: global ranks in any order, or a ProcessGroup.
+
+        None is the world.
 
         The same object each time. Raises ``IrisError`` when this rank is not in it.
         """
@@ -179,8 +180,9 @@ class Iris(Creation, CopyEngine, RankLogging):
     def broadcast(
         self, value: Any, src: int = 0, *, group: Ranks = None, as_tensor: bool = False
     ) -> Any:
-        """Return rank ``src``'s value on every rank of ``group``. ``src`` is a global rank;
-        others may pass None.
+        """Return rank ``src``'s value on every rank of ``group``.
+
+        ``src`` is a global rank, also in a group; other ranks may pass None.
 
         Tensors and arrays come back as numpy arrays (bfloat16 and fp8, which numpy lacks, as
         float32 of the same values), or with ``as_tensor`` as a tensor of the sent dtype on this
@@ -193,8 +195,9 @@ class Iris(Creation, CopyEngine, RankLogging):
         return broadcast(self.group(group), value, src, as_tensor, self.device)
 
     def device_barrier(self, group: Ranks = None) -> None:
-        """Make the current stream wait for every rank of ``group``, without the host. May be
-        captured in a CUDA graph.
+        """Make the current stream wait for every rank of ``group``, without the host.
+
+        May be captured in a CUDA graph.
 
         A group's first call meets the members on the host, also during a capture; it allocates
         nothing.
@@ -220,18 +223,17 @@ class Iris(Creation, CopyEngine, RankLogging):
         return self.device
 
     def get_device_id(self) -> int:
-        """Return the ordinal of this rank's GPU in this process; 0 on CPU ranks. Ranks may share
-        one.
-        """
+        """Return the ordinal of this rank's GPU in this process; 0 on CPU ranks."""
         return self.device.index or 0
 
     def get_cu_count(self) -> int:
-        """Return the number of compute units (SMs) of this rank's GPU; of CPU cores on CPU ranks."""
+        """Return the number of compute units (SMs) of this rank's GPU, or of CPU cores."""
         return compute_units(self.device)
 
     def get_usable_units(self) -> int:
-        """Return how many compute units this rank may fill with a persistent grid: its share
-        where ranks share a GPU.
+        """Return how many compute units a persistent grid of this rank may fill.
+
+        That is a share of the GPU where ranks share one.
 
         Under an MPS partition (``CUDA_MPS_ACTIVE_THREAD_PERCENTAGE``) the driver reports the
         partition, and all of it is usable.
@@ -246,27 +248,29 @@ class Iris(Creation, CopyEngine, RankLogging):
         return self._table("bases", self.heap.bases, torch.uint64)
 
     def get_device_context(self) -> Tensor:
-        """Return int64[2 + num_ranks] for ``DeviceContext.initialize``: rank, world size, heap
-        bases.
+        """Return int64[2 + num_ranks]: rank, world size, heap bases.
+
+        For ``DeviceContext.initialize``.
         """
         values = (self.cur_rank, self.num_ranks, *self.heap.bases)
         return self._table("context", values, torch.int64)
 
     def close(self) -> None:
-        """Leave the world: free the heap and tell peers. Tensors of this heap must not be used by
-        peers any more.
+        """Leave the world: tell peers, and free the heap.
+
+        On GPUs it waits, for ``IRIS_TIMEOUT`` at most, until no peer can use this rank's memory.
+        This rank's own tensors stay usable.
         """
         self._leave(CLOSED)
 
     def fail(self, message: str) -> None:
-        """Tell peers that this rank failed, so that those who wait for it raise ``PeerError``
-        with ``message``.
-        """
+        """Tell peers that this rank failed: those that wait for it raise ``PeerError``."""
         self._board.page.leave(FAILED, message)
 
     def renew(self) -> None:
-        """Forget failures and unfinished waits. Only while no rank is in any call (``RankPool``
-        between tasks).
+        """Forget failures and unfinished waits.
+
+        Only while no rank is in any call (``RankPool`` between tasks).
         """
         self._board.page.renew()
         for group in self._groups.values():
@@ -344,9 +348,7 @@ def describe(error: BaseException) -> str:
 
 
 def _leave_at_exit(ref: "weakref.ref[Iris]") -> None:
-    """Say at interpreter exit why this rank leaves: peers that wait for it then quote the
-    exception.
-    """
+    """Say at interpreter exit why this rank leaves; peers that wait for it quote that."""
     self = ref()
     if self is None or os.getpid() != self._board.pid:
         return
@@ -359,7 +361,7 @@ def _leave_at_exit(ref: "weakref.ref[Iris]") -> None:
 
 def _checked(heap_size: int, allocator_type: str, engines: str | Sequence[str]) -> str:
     """Check the arguments of ``iris`` and return the kind of allocator in force."""
-    if heap_size <= 0:
+    if not isinstance(heap_size, int) or heap_size <= 0:
         raise ConfigError(f"heap_size={heap_size!r} must be a number of bytes above 0")
     kind = config.allocator.read(allocator_type, "allocator_type")
     if config.allocator.is_set():

@@ -21,10 +21,9 @@ Make = Callable[..., Tensor]
 
 
 class Creation:
-    """Creation methods of the Iris class. All are collective: every rank calls them with the same
-    shape and dtype.
+    """Creation methods of the Iris class, all collective.
 
-    They take torch's arguments: sizes as integers, a tuple or a ``torch.Size``; ``dtype``,
+    Every rank calls them with the same shape and dtype. They take torch's arguments: sizes as integers, a tuple or a ``torch.Size``; ``dtype``,
     ``requires_grad``, ``generator``, and ``out=`` for a tensor that is on the heap already. On
     return the tensor is usable by every peer.
     """
@@ -34,9 +33,7 @@ class Creation:
     world: Group
 
     def zeros(self, *size: Any, out: Tensor | None = None, **options: Any) -> Tensor:
-        """Return a tensor of zeros, like ``torch.zeros``: ``ctx.zeros(2, 3)`` or ``ctx.zeros((2,
-        3))``.
-        """
+        """Return zeros, like ``torch.zeros``: ``ctx.zeros(2, 3)`` or ``ctx.zeros((2, 3))``."""
         return self._make(torch.zeros, size, out, options)
 
     def ones(self, *size: Any, out: Tensor | None = None, **options: Any) -> Tensor:
@@ -55,28 +52,28 @@ class Creation:
         return self._make(torch.empty, size, out, options, fill=False)
 
     def zeros_like(self, input: Tensor, **options: Any) -> Tensor:
-        """Return zeros with the shape, strides and dtype of ``input``, like ``torch.zeros_like``."""
+        """Return zeros shaped like ``input``, with its strides and dtype."""
         requires_grad = options.pop("requires_grad", False)
         self._check_device(options.pop("device", None))
         meta = torch.zeros_like(input, device="meta", **options)
         return self._finish(self._place(meta, None).zero_(), requires_grad)
 
     def rand(self, *size: Any, out: Tensor | None = None, **options: Any) -> Tensor:
-        """Return uniform random numbers from [0, 1), like ``torch.rand``; each rank draws from
-        its own generator.
+        """Return uniform random numbers from [0, 1), like ``torch.rand``.
+
+        Each rank draws from its own generator.
         """
         return self._make(torch.rand, size, out, options)
 
     def randn(self, *size: Any, out: Tensor | None = None, **options: Any) -> Tensor:
-        """Return normal random numbers, like ``torch.randn``; each rank draws from its own
-        generator.
+        """Return normal random numbers, like ``torch.randn``.
+
+        Each rank draws from its own generator.
         """
         return self._make(torch.randn, size, out, options)
 
     def randint(self, *args: Any, out: Tensor | None = None, **options: Any) -> Tensor:
-        """Return random integers from ``[low, high)``, like ``torch.randint``: ``ctx.randint(0,
-        10, (2, 3))``.
-        """
+        """Return random integers, like ``torch.randint``: ``ctx.randint(0, 10, (2, 3))``."""
         return self._make(torch.randint, args, out, options)
 
     def uniform(
@@ -101,7 +98,8 @@ class Creation:
         return self._make(torch.linspace, args, out, options)
 
     def as_symmetric(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` itself if it is on every rank's heap, else a copy of it there.
+        """Return ``tensor`` itself if it is on every rank's heap, else a copy there.
+
         Collective.
         """
         where = self.world.exchange("as_symmetric", bytes([self.is_symmetric(tensor)]))
@@ -119,10 +117,10 @@ class Creation:
     def allocate_symmetric(
         self, *size: Any, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return an uninitialised tensor and its peer table, int64[num_ranks]: entry r is its
-        address on rank r.
+        """Return an uninitialised tensor and its peer table, int64[num_ranks].
 
-        ``table[cur_rank]`` is the tensor's own ``data_ptr()``. Collective.
+        Entry r of the table is the tensor's address on rank r, as mapped here; entry ``cur_rank``
+        is its own ``data_ptr()``. Collective.
 
         Example::
 
@@ -174,9 +172,7 @@ class Creation:
         return self.heap.allocate(elements * meta.element_size())
 
     def _finish(self, tensor: Tensor, requires_grad: bool) -> Tensor:
-        """Make the filled tensor safe for peers to touch: no rank may store into it before all
-        have filled theirs.
-        """
+        """Wait until all ranks have filled theirs, so that a peer's store is not overwritten."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         self.world.sync(_FILLED, "fill a new tensor")
@@ -197,9 +193,7 @@ _FILLED = zlib.crc32(b"fill a new tensor")
 
 
 def _view(block: Block, meta: Tensor) -> Tensor:
-    """Return the block as a tensor like ``meta``, with a storage of its own (no view of another
-    tensor).
-    """
+    """Return the block as a tensor like ``meta``, with a storage of its own."""
     tensor = torch.empty(0, dtype=meta.dtype, device=block.tensor.device)
     storage = block.tensor.untyped_storage()
     return tensor.set_(storage, 0, meta.size(), meta.stride())

@@ -14,9 +14,7 @@ from iris.errors import ConfigError
 
 @dataclass(frozen=True)
 class Placement:
-    """A rank's device, and a name for it that means the same in every process (unlike the
-    ordinal).
-    """
+    """A rank's device, and a name for it that means the same in every process."""
 
     device: torch.device
     uuid: str
@@ -53,7 +51,7 @@ def sharing(uuids: Sequence[str], rank: int) -> int:
 
 
 def compute_units(device: torch.device) -> int:
-    """Return the number of SMs or CUs of a GPU; for CPU ranks, of the cores this process may use."""
+    """Return the number of SMs or CUs of a GPU; for the CPU, of cores this process may use."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     return available_cores()

@@ -1,5 +1,4 @@
-"""The few calls of the CUDA or HIP driver that torch does not offer: memory that can be shared by
-a handle.
+"""The few driver calls that torch does not offer: memory shared by a handle.
 
 Torch's own sharing of tensors hands out pieces of its caching allocator, fails under expandable
 segments, and leaves counters in /dev/shm behind when a rank is killed; one plain allocation and
@@ -47,9 +46,7 @@ _ARGUMENTS = {
 
 
 class Driver:
-    """Allocate device memory, and share it between processes by a 64-byte handle. Works on the
-    current device.
-    """
+    """Allocate memory on the current device, and share it between processes."""
 
     def __init__(self, library: ctypes.CDLL, names: dict[str, str]) -> None:
         self._calls: dict[str, Any] = {}
@@ -99,10 +96,11 @@ class Driver:
     def _do(self, call: str, *args: Any, why: str) -> None:
         status = self._calls[call](*args)
         if status:
+            name = self._calls[call].__name__
             raise IrisError(
-                f"cannot {why}: {self._calls[call].__name__} returned {status} ({self._name(status)})",
-                help="see whether the GPU has room for heap_size, and whether ranks may share memory "
-                "(containers need one IPC namespace)",
+                f"cannot {why}: {name} returned {status} ({self._name(status)})",
+                help="see whether the GPU has room for heap_size, and whether ranks may share "
+                "memory (containers need one IPC namespace)",
             )
 
     def _name(self, status: int) -> str:

@@ -32,9 +32,7 @@ _CHECK_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Staging:
-    """Two buffers of equal size on every member's heap, one for each parity of the epoch (see
-    NOTE [Staging parity]).
-    """
+    """Two equal buffers on every member's heap, one a parity (see NOTE [Staging parity])."""
 
     block: "Block"
     nbytes: int
@@ -79,8 +77,7 @@ class Group:
         return f"Group(ranks={self.ranks}, epoch={self.epoch})"
 
     def sync(self, tag: int, what: str) -> int:
-        """Wait until every member has called ``sync`` with this 32-bit tag, and return the new
-        epoch.
+        """Wait until every member has called ``sync`` with this 32-bit tag; return the new epoch.
 
         Raises on every member ``CollectiveMismatchError`` where the tags differ (the group stays
         usable), ``PeerError`` where a member died, closed or failed, and ``TimeoutError`` after
@@ -106,9 +103,7 @@ class Group:
         return epoch
 
     def exchange(self, what: str, payload: bytes) -> list[bytes]:
-        """Return every member's payload, in group order. Payloads may have any length, and differ
-        in it.
-        """
+        """Return every member's payload, in group order. Payloads may differ in length."""
         tag = zlib.crc32(b"exchange:" + what.encode())
         parts: list[list[bytes]] = [[] for _ in range(self.size)]
         longest, at = 1, 0
@@ -125,14 +120,13 @@ class Group:
         return [b"".join(part) for part in parts]
 
     def exchange_object(self, what: str, obj: object) -> list[object]:
-        """Return every member's object, in group order (pickled; peers are processes of the same
-        user).
-        """
+        """Return every member's object, in group order; they are pickled."""
         return [pickle.loads(data) for data in self.exchange(what, pickle.dumps(obj))]
 
     def staging(self, nbytes: int) -> Staging:
-        """Return two symmetric buffers of at least ``nbytes`` each. Collective when they must
-        grow; they never shrink.
+        """Return two symmetric buffers of at least ``nbytes`` each.
+
+        Collective when they must grow; they never shrink.
         """
         if self._staging is None or self._staging.nbytes < nbytes:
             if self.heap is None:
@@ -142,7 +136,7 @@ class Group:
         return self._staging
 
     def renew(self) -> None:
-        """Start again at epoch 0. Only after every member has left every wait (see ``RankPool``)."""
+        """Start again at epoch 0, when no member is in any wait (see ``RankPool``)."""
         self.epoch = 0
         self._said = ["", ""]
 

@@ -1,5 +1,4 @@
-"""The symmetric heap: blocks that every rank of a group has, and that each can address on its
-peers.
+"""The symmetric heap: blocks that every rank of a group has and its peers can address.
 
 NOTE [Agreed reuse]
 A block is free when every member has dropped it. A rank notes its own drops as they happen (its
@@ -93,8 +92,7 @@ class Block:
 
 
 class Heap:
-    """Cuts a slab into blocks: ``capacity`` bytes for the user, and a region for the library
-    behind.
+    """Cuts a slab into blocks: ``capacity`` bytes for the user, some for the library.
 
     ``bases[rank]`` is the address of that rank's slab in this process.
     """
@@ -170,9 +168,7 @@ class Heap:
         return peer.set_(storage, at // tensor.itemsize, tensor.size(), tensor.stride())
 
     def check_guards(self) -> None:
-        """With ``IRIS_CHECK=1``, raise ``IrisError`` where somebody wrote past the end of a
-        block.
-        """
+        """With ``IRIS_CHECK=1``, raise ``IrisError`` where a write passed the end of a block."""
         if not self._guarded:
             return
         for record in self._records.values():

@@ -14,8 +14,7 @@ def launch(
     env: Environment = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """Run ``fn(*args, **kwargs)`` on ``nprocs`` new rank processes of this host and return the
-    results in rank order.
+    """Run ``fn(*args, **kwargs)`` on ``nprocs`` new processes; return results in rank order.
 
     In each, ``iris.iris()`` finds the others. ``timeout`` limits the whole, in seconds (none by
     default); ``env`` adds to the ranks' environment (a mapping, or a function from rank to

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from iris.errors import ConfigError, LaunchError
 from iris.runtime.devices import available_cores
-from iris.runtime.rendezvous import ABORT_KEY
+from iris.runtime.rendezvous import ABORT_KEY, GENERATION_KEY
 from iris.runtime.transport import dumps
 from iris.runtime.worker import RENEW, STACK_SIGNAL, Failure, Result, Setup
 from iris.runtime.zygote import Zygote, zygote
@@ -29,13 +29,15 @@ _EXIT_SECONDS = 20.0  # for ranks to end after they returned
 class _Rank:
     """One rank process, as the launcher sees it."""
 
-    def __init__(self, number: int, forker: Zygote, setup: Setup) -> None:
+    def __init__(
+        self, number: int, forker: Zygote, setup: Setup, outputs: tuple[int, int]
+    ) -> None:
         ours, theirs = socket.socketpair()
         self.number = number
         self._forker = forker
         self._stacks = os.memfd_create("iris-stacks")
         with theirs:
-            self.pid = forker.fork([theirs.fileno(), 1, 2, self._stacks])
+            self.pid = forker.fork([theirs.fileno(), *outputs, self._stacks])
         self.channel = Connection(ours.detach())
         self.status: int | None = None
         self.send(pickle.dumps(setup))
@@ -196,7 +198,15 @@ class RankPool:
         for rank in range(self.nprocs):
             env = self._environment(rank, port, threads)
             setup = Setup(env, list(sys.path), os.getcwd(), threads, self._once)
-            self._ranks.append(_Rank(rank, forker, setup))
+            self._ranks.append(_Rank(rank, forker, setup, self._outputs()))
+
+    def _outputs(self) -> tuple[int, int]:
+        """Descriptors that the next rank writes its output and its messages to."""
+        return 1, 2
+
+    def _wait(self, channels: Sequence[Connection], seconds: float | None) -> Sequence[object]:
+        """Wait until a rank answers or ends. Return the channels that have something to read."""
+        return wait(channels, seconds)
 
     def _environment(self, rank: int, port: int, threads: int) -> dict[str, str]:
         extra = self._env(rank) if callable(self._env) else self._env or {}
@@ -223,7 +233,7 @@ class RankPool:
         waiting = list(self._ranks)
         while waiting:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = wait([rank.channel for rank in waiting], left)
+            ready = self._wait([rank.channel for rank in waiting], left)
             if not ready:
                 late = f"was still running {_GRACE_SECONDS:g} s after that"
                 if not failures:
@@ -252,15 +262,14 @@ class RankPool:
         return Failure(f"{_ending(rank.status)} before it returned", rank.stack())
 
     def _abort(self, message: str) -> None:
-        """Tell ranks that are still on their way into the world (those inside see it on the
-        board).
-        """
+        """Tell ranks still on their way into the world; those inside see it on the board."""
         if self._store is not None:
             self._store.set(ABORT_KEY, message)
 
     def _recover(self, failures: Sequence[tuple[int, Failure]]) -> None:
-        """Make the pool usable after a failure: renew the ranks if all answer, else start again
-        at the next call.
+        """Make the pool usable after a failure.
+
+        Where all ranks answer they are renewed, else all start again at the next call.
         """
         ranks = self._ranks
         if self._once or not all(failure.reported for _, failure in failures):
@@ -268,6 +277,7 @@ class RankPool:
             return
         assert self._store is not None
         self._store.delete_key(ABORT_KEY)
+        self._store.add(GENERATION_KEY, 1)
         for rank in ranks:
             rank.send(RENEW)
         _, broken = self._collect(time.monotonic() + _GRACE_SECONDS, _GRACE_SECONDS)
@@ -299,9 +309,7 @@ def _cause(failures: Sequence[tuple[int, Failure]]) -> BaseException | None:
 
 
 def _error(name: str, failures: Sequence[tuple[int, Failure]], nprocs: int) -> LaunchError:
-    """Put all failures into one text: causes before ranks that failed only because of a peer;
-    equal ones once.
-    """
+    """Put all failures into one text: causes first, equal ones once."""
     by_text: dict[tuple[str, str], list[int]] = {}
     for rank, failure in sorted(failures, key=lambda item: item[1].by_peer):
         by_text.setdefault((failure.headline, failure.text), []).append(rank)

@@ -1,12 +1,13 @@
-"""How ranks find each other: torch.distributed's store, from a launcher, from torchrun, or from
-nobody (a world of one).
-"""
+"""How ranks find each other: through a store of torch.distributed."""
 
+import atexit
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -15,6 +16,7 @@ from iris import config
 from iris.errors import ConfigError, PeerError, TimeoutError
 
 ABORT_KEY = "iris/abort"
+GENERATION_KEY = "iris/generation"
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,7 @@ class Rendezvous:
 
     @classmethod
     def join(cls) -> "Rendezvous":
-        """Find the world: the default process group, else torchrun's variables, else this process
-        alone.
-        """
+        """Find the world: the default process group, torchrun's variables, or this process."""
         local_rank, local_size = _integer("LOCAL_RANK"), _integer("LOCAL_WORLD_SIZE")
         if dist.is_initialized():
             rank, size = dist.get_rank(), dist.get_world_size()
@@ -50,9 +50,7 @@ class Rendezvous:
         )
 
     def gather(self, what: str, key: str, mine: str) -> list[str]:
-        """Return every rank's text under ``key``. Raises ``TimeoutError`` naming the ranks that
-        never came.
-        """
+        """Return every rank's text under ``key``; ``TimeoutError`` names ranks that never came."""
         store = PrefixStore(f"iris/{key}", self.store)
         store.set(str(self.rank), mine)
         missing = set(range(self.size)) - {self.rank}
@@ -65,25 +63,40 @@ class Rendezvous:
             if missing and waited > config.timeout():
                 names = ", ".join(map(str, sorted(missing)))
                 raise TimeoutError(
-                    f"{what}: rank {self.rank} waited {waited:.1f} s for rank {names} of {self.size}",
-                    help="every rank must call it; see whether those ranks died, or raise IRIS_TIMEOUT",
+                    f"{what}: rank {self.rank} waited {waited:.1f} s for rank {names} "
+                    f"of {self.size}",
+                    help="every rank must call it: see whether those died, or raise IRIS_TIMEOUT",
                 )
             time.sleep(min(0.05, 1e-3 + waited / 20))
         return [store.get(str(rank)).decode() for rank in range(self.size)]
 
-    def count(self, key: str) -> int:
-        """Return how often this rank has asked for ``key``, this time included."""
-        return int(self.store.add(f"iris/{key}/{self.rank}", 1))
+    def attempt(self) -> str:
+        """Return a key for one meeting of all ranks: the number of this rank's meetings so far.
+
+        A launcher raises the generation after a failure, which may have left ranks out of step.
+        """
+        generation = self.store.add(GENERATION_KEY, 0)
+        return f"{generation}/{self.store.add(f'iris/meetings/{generation}/{self.rank}', 1)}"
 
     def init_process_group(self, own_gpu: bool) -> None:
-        """Initialise torch.distributed where nobody did. ``own_gpu``: every rank has a GPU to
-        itself.
-        """
-        if self.local_size == self.size:
+        """Initialise torch.distributed. ``own_gpu``: every rank has a GPU to itself."""
+        if self.local_size == self.size and Path("/sys/class/net/lo").exists():
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        backend = "cpu:gloo,cuda:nccl" if own_gpu and dist.is_nccl_available() else "gloo"
-        store = PrefixStore("iris/default", self.store)
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
+        nccl = own_gpu and dist.is_nccl_available()
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if nccl else "gloo",
+            store=PrefixStore("iris/default", self.store),
+            rank=self.rank,
+            world_size=self.size,
+        )
+        if nccl:
+            atexit.register(_end_process_group)
+
+
+def _end_process_group() -> None:
+    """Let NCCL go in an orderly exit; it warns otherwise."""
+    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
+        dist.destroy_process_group()
 
 
 def _tcp_store(rank: int) -> Store:

@@ -18,9 +18,7 @@ from iris.errors import IrisError, PeerError
 
 @dataclass(frozen=True)
 class Address:
-    """Where a peer finds a segment: process, descriptor, and a secret that proves it is the right
-    file.
-    """
+    """Where a peer finds a segment, and a secret that proves it is the right file."""
 
     pid: int
     fd: int
@@ -61,14 +59,15 @@ class Segment:
             os.close(fd)
             raise IrisError(
                 f"cannot map {nbytes} bytes of shared memory: {error}",
-                help="ask for a smaller heap_size, or raise the limit (ulimit -v, container memory)",
+                help="ask for a smaller heap_size, or raise the limit of this process (ulimit -v)",
             ) from error
         return cls(memory, Address(os.getpid(), fd, nbytes, secret), fd)
 
     @classmethod
     def open(cls, address: Address) -> "Segment":
-        """Return a peer's segment, mapped here. Raises ``PeerError`` when it is gone or not what
-        ``address`` says.
+        """Return a peer's segment, mapped here.
+
+        Raises ``PeerError`` when it is gone or not what ``address`` says.
         """
         path = f"/proc/{address.pid}/fd/{address.fd}"
         try:
@@ -93,7 +92,7 @@ class Segment:
         return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def seal(self) -> None:
-        """Let no further peer open it (all have): closes the owner's descriptor. Mappings stay."""
+        """Close the descriptor that peers opened it by, once all have."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

@@ -23,8 +23,7 @@ class Slab(Protocol):
     bases: tuple[int, ...]
 
     def commit(self, group: Group, offsets: Sequence[int], nbytes: int) -> None:
-        """Back ``nbytes`` at ``offsets[i]`` of each member with memory that all members can
-        address.
+        """Put memory under ``nbytes`` at ``offsets[i]`` of member i, for all members.
 
         Collective over ``group``. A provider that does so from the start returns at once.
         """
@@ -33,9 +32,7 @@ class Slab(Protocol):
         """Return a weakly referable object that stands for a range of a rank's memory."""
 
     def tensor(self, owner: object) -> Tensor:
-        """Return uint8[nbytes] over a range. For this rank's own memory its storage holds
-        ``owner``.
-        """
+        """Return uint8[nbytes] over a range; over this rank's own memory it holds ``owner``."""
 
     def close(self) -> None:
         """Let go of the memory. This rank's own stays mapped while tensors use it."""
@@ -75,9 +72,7 @@ class SharedSlab:
 
 
 class Mapping:
-    """One rank's device memory as mapped here; ``release`` runs when nothing refers to it any
-    more.
-    """
+    """A rank's device memory as mapped here; ``release`` runs when nothing refers to it."""
 
     def __init__(self, address: int, release: Callable[[], object]) -> None:
         self.address = address
@@ -104,9 +99,7 @@ class _Range:
 
 
 class DeviceSlab:
-    """Slab of GPU ranks over any mappings; by default one allocation a rank, shared by an IPC
-    handle.
-    """
+    """Slab of GPU ranks; by default one allocation a rank, shared by an IPC handle."""
 
     def __init__(self, mappings: Sequence[Mapping], nbytes: int, device: torch.device, rank: int):
         self.nbytes = nbytes

@@ -1,5 +1,4 @@
-"""Slab out of the CUDA driver's virtual memory: address space for the whole heap, memory only
-where blocks are.
+"""Slab out of the CUDA driver's virtual memory: memory only where blocks are.
 
 So ``heap_size`` is a limit and not a cost: memory is committed in chunks as allocations reach
 them, and stays until the heap closes.
@@ -25,9 +24,7 @@ _CHUNK_BYTES = 32 << 20
 
 
 class VirtualSlab(DeviceSlab):
-    """Each rank reserves address space for all ranks' heaps and maps chunks into it as they are
-    committed.
-    """
+    """Reserves address space for all ranks' heaps and maps chunks as they are used."""
 
     def __init__(self, spaces: Sequence["_Space"], nbytes: int, device: torch.device, rank: int):
         super().__init__([space.mapping for space in spaces], nbytes, device, rank)

@@ -1,4 +1,4 @@
-"""A thread that ends this rank's device waits when a peer dies, long before they run out of time."""
+"""A thread that ends this rank's device waits when a peer is lost, before they time out."""
 
 import threading
 from typing import TYPE_CHECKING

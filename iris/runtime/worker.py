@@ -1,6 +1,4 @@
-"""Main of a rank process: takes tasks from the launcher, runs them, and reports results and
-tracebacks.
-"""
+"""Main of a rank process: takes tasks, runs them, reports results and tracebacks."""
 
 import atexit
 import faulthandler
@@ -57,9 +55,7 @@ class Failure:
 
 
 def adopt(descriptors: list[int]) -> tuple[int, int]:
-    """Put the launcher's stdout and stderr in place. Return the channel and the file for stack
-    dumps.
-    """
+    """Put the launcher's stdout and stderr in place; return the channel and stack file."""
     channel, out, err, stacks = descriptors
     os.dup2(out, 1)
     os.dup2(err, 2)
@@ -105,7 +101,9 @@ def _answer(task: bytes) -> Result | Failure:
     try:
         call, item = pickle.loads(task)
         fn, args, kwargs = pickle.loads(call)
-        return Result(dumps(fn(*args, *item, **kwargs)))
+        answer = fn(*args, *item, **kwargs)
+        # A local mesh describes its failures itself, by the frames that are its user's.
+        return answer if isinstance(answer, Failure) else Result(dumps(answer))
     except BaseException as error:
         return _failure(error)
     finally:
@@ -119,9 +117,7 @@ def _failure(error: BaseException) -> Failure:
     found = context.current_or_none()
     if found is not None:
         found.fail(headline)
-    trace = (
-        error.__traceback__.tb_next if error.__traceback__ else None
-    )  # without this module's frame
+    trace = error.__traceback__.tb_next if error.__traceback__ else None  # without this module
     text = "".join(traceback.format_exception(type(error), error, trace))
     return Failure(headline, text, isinstance(error, PeerError), True, _pickled(error))
 

@@ -45,7 +45,7 @@ class Zygote:
         """Start a zygote with the launcher's environment and import path."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         code = (
-            f"import sys; sys.path[:] = {sys.path!r}\n"
+            f"import sys; sys.path[:] = {[str(folder) for folder in sys.path]!r}\n"
             f"from iris.runtime.zygote import serve; serve({theirs.fileno()})"
         )
         with theirs:
@@ -62,9 +62,7 @@ class Zygote:
         return self._ask(_FORK, 0, descriptors)
 
     def reap(self, pid: int) -> int | None:
-        """Collect a rank if it has ended. Return its exit code, negative for a signal; None while
-        it runs.
-        """
+        """Return the exit code of a rank, negative for a signal; None while it runs."""
         status = self._ask(_REAP, pid, [])
         return None if status == _RUNNING else os.waitstatus_to_exitcode(status)
 
@@ -82,7 +80,7 @@ class Zygote:
         if not reply:
             raise LaunchError(
                 "the process that forks ranks has ended",
-                help="its messages are on stderr; see whether `python -c 'import torch, iris'` works",
+                help="its messages are on stderr; does `python -c 'import torch, iris'` work?",
             )
         value, error = _REPLY.unpack(reply)
         if error:
@@ -114,9 +112,7 @@ def _hang_up(control: socket.socket, process: "subprocess.Popen[bytes]") -> None
 
 
 def serve(fd: int) -> None:
-    """Main of the zygote: import once, then fork a rank for each request until the launcher hangs
-    up.
-    """
+    """Main of the zygote: import once, then fork ranks until the launcher hangs up."""
     from iris.runtime import worker
 
     gc.collect()

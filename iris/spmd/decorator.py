@@ -1,5 +1,6 @@
 """``@iris.spmd``: a function over sharded tensors that is traced once a signature and then replayed."""
 
+import copy
 import functools
 import inspect
 import types
@@ -20,6 +21,7 @@ from iris.spmd.guards import Access, find_accesses, key_of
 from iris.spmd.inlining import call_inline
 from iris.spmd.mesh import AbstractMesh
 from iris.spmd.misses import Misses
+from iris.spmd.modules import decorate_module, held_leaves, is_module
 from iris.spmd.explain import Explanation
 from iris.spmd.program import Compiler, Options, Program, prepare
 from iris.spmd.stages import Signature, Traced
@@ -27,6 +29,7 @@ from iris.spmd.statics import Same, static_key
 
 CACHED_PROGRAMS = 64
 LOWERINGS = ("auto", "torch", "triton")
+OUTPUTS = ("fresh", "reuse")
 
 
 @dataclass
@@ -122,14 +125,15 @@ class SpmdFunction:
         fn = self._function(instance)
         self._find_accesses(instance, state)
         check_lowering(self._options.lowering or config.lowering())
-        self._check_grad(bound)
+        held = held_leaves(instance)
+        self._check_grad([*bound.tensors, *(leaf.value for leaf in held)])
         labels = binder.labels(bound.values)
         state.misses.note(self._options.name, labels, bound.key, state.signatures)
         state.signatures[bound.key] = None
         if len(state.signatures) > CACHED_PROGRAMS:
             state.signatures.pop(next(iter(state.signatures)))
         watched = tuple(state.accesses.values())
-        program = Compiler(fn, binder, bound, self._options, watched).run()
+        program = Compiler(fn, binder, bound, self._options, watched, held).run()
         base = self._key(instance, bound, state, aliases=False)
         if program.graph.writes:
             state.writing.add(base)
@@ -139,10 +143,10 @@ class SpmdFunction:
             state.programs.popitem(last=False)
         return key, program
 
-    def _check_grad(self, bound: Bound) -> None:
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in bound.tensors):
+    def _check_grad(self, tensors: Sequence[torch.Tensor]) -> None:
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             raise UnsupportedError(
-                f"{self._options.name}: an argument requires grad, and programs do not differentiate yet",
+                f"{self._options.name}: an argument or parameter requires grad, and programs do not differentiate yet",
                 help="call it under torch.no_grad() or torch.inference_mode()",
             )
 
@@ -176,6 +180,9 @@ class SpmdMethod:
     def __init__(self, function: SpmdFunction, instance: Any) -> None:
         self._function, self._instance = function, instance
         self.__wrapped_spmd__ = types.MethodType(function._fn, instance)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SpmdMethod":
+        return SpmdMethod(self._function, copy.deepcopy(self._instance, memo))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function._call(self._instance, args, kwargs)
@@ -214,6 +221,8 @@ def spmd(
     static_argnames: Sequence[str] = (),
     lowering: str | None = None,
     fuse: bool = True,
+    replay: bool = True,
+    outputs: str = "fresh",
     name: str | None = None,
 ) -> Callable[[Callable[..., Any]], SpmdFunction]: ...
 def spmd(
@@ -226,9 +235,14 @@ def spmd(
     static_argnames: Sequence[str] = (),
     lowering: str | None = None,
     fuse: bool = True,
+    replay: bool = True,
+    outputs: str = "fresh",
     name: str | None = None,
 ) -> SpmdFunction | Callable[[Callable[..., Any]], SpmdFunction]:
     """Make a function over sharded tensors one program: traced, fused, compiled and replayed.
+
+    Of a torch module, or a class of them, ``forward`` becomes the program, and the decorator returns the module or class
+    itself. Its parameters and buffers are inputs by reference: a call sees whatever they are then.
 
     Every rank calls the function with its own shards. The first call of a signature traces it; later calls replay. A
     call is collective: all ranks of the mesh make the same calls in the same order.
@@ -240,6 +254,9 @@ def spmd(
         static_argnames: parameters taken as constants, compared by value.
         lowering: "torch" | "triton" | "auto"; None reads ``IRIS_LOWERING``.
         fuse: False keeps every collective apart.
+        replay: False runs a program on a GPU node by node, without a CUDA graph.
+        outputs: "fresh" returns new tensors; "reuse" returns the same ones at every call of a signature on a GPU, which the
+            next call overwrites.
         name: how messages call the program; the function's name by default.
 
     Raises (at a call): SpecError, TypeRuleError, TraceError, CollectiveMismatchError, PeerError, TimeoutError.
@@ -250,13 +267,20 @@ def spmd(
     """
     if lowering is not None:
         check_lowering(lowering)
+    if outputs not in OUTPUTS:
+        raise ConfigError(f"outputs {outputs!r} is not one of {', '.join(OUTPUTS)}")
 
-    def decorate(function: Callable[..., Any]) -> SpmdFunction:
+    def wrap(function: Callable[..., Any], title: str) -> SpmdFunction:
+        options = Options(
+            name or title, mesh, in_specs, out_specs, lowering, fuse, replay, outputs
+        )
+        return SpmdFunction(function, options, static_argnames)
+
+    def decorate(function: Any) -> Any:
         if not callable(function):
             raise SpecError(f"@iris.spmd decorates a function, not a {type(function).__name__}")
-        title = name or getattr(function, "__name__", type(function).__name__)
-        return SpmdFunction(
-            function, Options(title, mesh, in_specs, out_specs, lowering, fuse), static_argnames
-        )
+        if is_module(function):
+            return decorate_module(function, wrap)
+        return wrap(function, getattr(function, "__name__", type(function).__name__))
 
     return decorate if fn is None else decorate(fn)

@@ -34,6 +34,7 @@ class Importer:
     coord: Mapping[str, int]
     device: torch.device
     calls: Sequence[Any] = ()
+    known: Mapping[int, Value] = field(default_factory=dict)  # by id of a tensor read from outside
     nodes: list[Node] = field(default_factory=list)
     inputs: list[Value] = field(default_factory=list)
     captured: list[Tensor] = field(default_factory=list)
@@ -41,6 +42,7 @@ class Importer:
     _env: dict[Any, Arg] = field(default_factory=dict)
     _types: dict[str, TensorType] = field(default_factory=dict)
     _makers: dict[str, str] = field(default_factory=dict)
+    _captured_names: list[str] = field(default_factory=list)
     _count: int = 0
     _seen: int = 0
 
@@ -81,13 +83,15 @@ class Importer:
         """A tensor from outside becomes one more input, however often it is read."""
         for index, known in enumerate(self.captured):
             if known is tensor:
-                self._env[node] = Ref(f"captured{index}")
+                self._env[node] = Ref(self._captured_names[index])
                 return
         literal = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
         varying = () if literal else self.mesh.names
         type_ = TensorType(dtype_name(tensor.dtype), tuple(tensor.shape), varying=varying)
-        self._bind_input(node, Value(f"captured{len(self.captured)}", type_))
+        value = self.known.get(id(tensor)) or Value(f"captured{len(self.captured)}", type_)
+        self._bind_input(node, value)
         self.captured.append(tensor)
+        self._captured_names.append(value.name)
 
     def _call(self, node: Any) -> None:
         if node.target is operator.getitem:

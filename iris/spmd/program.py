@@ -10,13 +10,16 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from iris import config
 from iris.errors import SpecError, TraceError, TypeRuleError, UnsupportedError
 from iris.graph.nodes import Graph, Ref, Value
 from iris.graph.ops import Output as Returned
 from iris.graph.ops import check_outputs, get_op
 from iris.graph.passes import run_passes
 from iris.graph.types import Mesh, TensorType
-from iris.lower import program as lowered
+from iris.lower.program import Executable, build
+from iris.lower.replay import Runner
+from iris.lower.sites import Place
 from iris.lower.choices import Choice, choose
 from iris.lower.dtypes import dtype_name
 from iris.runtime.context import current
@@ -40,6 +43,8 @@ class Options:
     out_specs: Any = None
     lowering: str | None = None
     fuse: bool = True
+    replay: bool = True
+    outputs: str = "fresh"
 
 
 @dataclass
@@ -56,25 +61,34 @@ class Program:
     leaves: tuple[Leaf, ...]
     bases: tuple[tuple[int, ...], ...] = ()  # leaves that share memory, where the program writes
     choices: Mapping[str, Choice] = field(default_factory=dict)
-    executable: lowered.Executable | None = None
+    executable: Executable | None = None
+    runner: Runner | None = None
     _single: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self._single = self.out_tree.is_leaf() and self.outputs[0].kind == "value"
+        self._single &= not self.graph.writes
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """Run on this call's tensor leaves and put the result together."""
-        assert self.executable is not None
+        assert self.runner is not None
         inputs = self._with_bases(tensors) if self.bases else tensors
         with torch.no_grad():
-            values = self.executable.run(*inputs, *self.captured)
-        if self._single:
-            return values[0]
+            values = self.runner((*inputs, *self.captured))
+            if self._single:
+                return values[0]
+            self._write(inputs, values)
         leaves = [
             value if out.kind == "value" else tensors[out.item] if out.kind == "input" else out.item
-            for out, value in zip(self.outputs, values, strict=True)
+            for out, value in zip(self.outputs, values, strict=False)
         ]
         return pytree.tree_unflatten(leaves, self.out_tree)
+
+    def _write(self, inputs: Sequence[Tensor], values: Sequence[Any]) -> None:
+        """Give the caller's tensors the values that the program wrote to them."""
+        names = [value.name for value in self.graph.inputs]
+        for (target, _), value in zip(self.graph.writes, values[len(self.outputs) :], strict=True):
+            inputs[names.index(target)].copy_(value)
 
     def _with_bases(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         shared = {index for members in self.bases for index in members}
@@ -95,8 +109,11 @@ class Compiler:
         bound: Bound,
         options: Options,
         watched: Sequence[Access],
+        held: Sequence[Leaf] = (),
     ) -> None:
         self.fn, self.binder, self.bound = fn, binder, bound
+        self.held = [leaf for leaf in held if leaf.spec is not None]  # of the method's module
+        self.held_types: dict[int, Value] = {}  # by the tensor's id
         self.options, self.watched = options, watched
         self.name = options.name
 
@@ -105,7 +122,10 @@ class Compiler:
         mesh = self._mesh()
         group = _group(mesh)
         leaves = agreed(group, f"arguments of {self.name}", lambda: self._leaves(mesh))
-        types = self._types(leaves, mesh, group)
+        types = self._types([*leaves, *self.held], mesh, group)
+        if types is not None:
+            self._type_held(types[len(leaves) :])
+            types = types[: len(leaves)]
         program = agreed(group, f"trace of {self.name}", lambda: self._trace(leaves, types, mesh))
         self._agree(program, group)
         return program
@@ -114,13 +134,19 @@ class Compiler:
         options = self.options
         if options.mesh is not None:
             return ProgramMesh.of(options.mesh)
-        names = axes_in((options.in_specs, options.out_specs))
+        claims = [leaf.spec for leaf in self.held]
+        names = axes_in((options.in_specs, options.out_specs, claims))
         if len(names) > 1:
             raise SpecError(
                 f"{self.name}: specs use axes {', '.join(map(repr, names))}, and no mesh is given",
                 help="pass mesh=iris.mesh(shape, names) to @iris.spmd",
             )
         return ProgramMesh.world(names[0]) if names else None
+
+    def _type_held(self, types: Sequence[TensorType]) -> None:
+        values = zip(_names(self.held), types, strict=True)
+        for leaf, (name, type_) in zip(self.held, values, strict=True):
+            self.held_types[id(leaf.value)] = Value(f"self_{name}", type_)
 
     def _leaves(self, mesh: ProgramMesh | None) -> list[Leaf]:
         """Every leaf of the arguments with its spec; SpecError that lists all offenders."""
@@ -134,7 +160,7 @@ class Compiler:
                 leaves += match(specs.get(name), value, shape, name)
             except SpecError as error:
                 raise SpecError(f"{self.name}: {error.message}", help=error.help) from None
-        wrong = offences(leaves, shape)
+        wrong = offences([*leaves, *self.held], shape)
         if wrong:
             noun = "spec does" if len(wrong) == 1 else "specs do"
             raise SpecError(
@@ -199,7 +225,8 @@ class Compiler:
     ) -> tuple[Traced, TraceContext]:
         context = TraceContext(self.name, mesh)
         context.type_of = self._prober(context, leaves, types, bases)
-        for type_ in types or ():
+        held = [value.type for value in self.held_types.values()]
+        for type_ in [*(types or ()), *held]:
             for n, axes in zip(type_.shape, type_.spec, strict=True):
                 if axes:
                     context.know(axes, n)
@@ -241,8 +268,7 @@ class Compiler:
     ) -> list[Value]:
         """Names and types of the graph's inputs: leaves, then the bases of leaves that share memory."""
         if types is None:
-            mine = [(dtype_name(leaf.value.dtype), tuple(leaf.value.shape)) for leaf in leaves]
-            types = resolve_types(self.name, leaves, mesh, [mine] * len(mesh.ranks))
+            types = self._local_types(leaves, mesh)
         shared = {index for members in bases for index in members}
         inputs = [
             Value(name, type_)
@@ -255,9 +281,18 @@ class Compiler:
             inputs.append(Value(f"shared{number}", type_))
         return inputs
 
+    def _local_types(self, leaves: Sequence[Leaf], mesh: ProgramMesh) -> list[TensorType]:
+        """Types of leaves of which no axis is claimed: all ranks' shapes are taken to be this rank's."""
+        mine = [(dtype_name(leaf.value.dtype), tuple(leaf.value.shape)) for leaf in leaves]
+        return resolve_types(self.name, leaves, mesh, [mine] * len(mesh.ranks))
+
     def _importer(self, context: TraceContext, mesh: ProgramMesh) -> Importer:
         device = torch.device("cpu") if mesh.abstract else current().device
-        return Importer(self.name, mesh.shape, dict(mesh.coord), device, context.calls)
+        if len(self.held_types) < len(self.held):  # no axis was named before the trace
+            self._type_held(self._local_types(self.held, mesh))
+        return Importer(
+            self.name, mesh.shape, dict(mesh.coord), device, context.calls, self.held_types
+        )
 
     def _import(
         self,
@@ -284,8 +319,15 @@ class Compiler:
             traced.out_tree,
             tuple(leaves),
             bases,
-            choose(fused),
+            choose(fused, self._lowering(mesh)),
         )
+
+    def _lowering(self, mesh: ProgramMesh) -> str:
+        """How stages run: what the decorator or the environment says, else by the device."""
+        name = self.options.lowering or config.lowering()
+        if name != "auto":
+            return name
+        return "torch" if not mesh.abstract and current().device.type == "cpu" else "triton"
 
     def _check_results(self, traced: Traced, graph: Graph) -> None:
         """Every result against its out-spec."""
@@ -343,10 +385,13 @@ def prepare(program: Program) -> None:
         )
     if program.executable is None:
         ctx, mesh = current(), program.mesh
-        place = lowered.Place(
-            dict(mesh.coord), ctx.device, lambda axes: ctx.group(mesh.members(axes))
+        place = Place(dict(mesh.coord), ctx, lambda axes: ctx.group(mesh.members(axes)))
+        program.executable = build(program.fused, program.choices, place)
+        options = program.options
+        reuse = options.outputs == "reuse"
+        program.runner = Runner(
+            program.executable, ctx, ctx.group(mesh.ranks), options.name, options.replay, reuse
         )
-        program.executable = lowered.build(program.fused, place)
 
 
 def shared_text(graph: Graph) -> str:

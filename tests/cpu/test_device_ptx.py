@@ -1,6 +1,6 @@
-"""What the device functions compile to. No GPU is needed: this file, run as a script, compiles for one.
+"""What the device functions compile to. No GPU is needed.
 
-The tests run it in a process of its own, because here Triton interprets.
+Run as a script, this file compiles its kernels. The tests do so, because here Triton interprets.
 """
 
 import json
@@ -84,7 +84,7 @@ def narrow_scope(x, bases):
 
 
 def compiled(kernel, signature, constants, num_warps=4, target=H200):
-    """Return the assembly of ``kernel``. Pointers and ``n`` are multiples of 16, as Triton finds at a launch."""
+    """Return the assembly of ``kernel``, for pointers and ``n`` that are multiples of 16."""
     aligned = [["tt.divisibility", 16]]
     attributes = {
         (place,): aligned
@@ -135,7 +135,7 @@ def assembly(tmp_path_factory):
 
 
 def accesses(text):
-    """Return the plain loads and stores of global memory in ``text``, without those of a table's entries."""
+    """Return the plain loads and stores of global memory, without those of a table's entries."""
     found = re.findall(r"\b(?:ld|st)(?:\.volatile)?\.global(?:\.v\d)?\.b\d+", text)
     return [access for access in found if access != "ld.global.b64"]
 

@@ -80,6 +80,8 @@ class Program:
             types = infer_node(op, context, typed, attrs, locals_)
         except TypeRuleError:
             raise Refused from None
+        if any(t.varying and not _one_shape(out) for t, out in zip(types, results, strict=True)):
+            raise Refused  # local shapes of a varying value must agree
         values = []
         for type, out in zip(types, results, strict=True):
             value = Value(f"v{len(self.types)}", type)
@@ -134,6 +136,10 @@ class Program:
         return [[t.numpy() for t in self.arrays[v.name]] for v in self.inputs]
 
 
+def _one_shape(arrays: list[torch.Tensor]) -> bool:
+    return len({tuple(array.shape) for array in arrays}) == 1
+
+
 def check_types(program: Program) -> None:
     """No type claims what torch's values deny: shapes of all ranks, and equality where replicated."""
     mesh = program.mesh
@@ -141,8 +147,7 @@ def check_types(program: Program) -> None:
     for name, type in program.types.items():
         arrays = program.arrays[name]
         for coord, array in zip(places, arrays, strict=True):
-            if not type.varying:
-                assert type.local_shape(mesh, coord) == tuple(array.shape), (name, type, coord)
+            assert type.local_shape(mesh, coord) == tuple(array.shape), (name, type, coord)
         for axis in mesh.names:
             if type.replicated_over(axis):
                 for coord, array in zip(places, arrays, strict=True):
@@ -351,7 +356,7 @@ def programs(draw: st.DrawFn) -> tuple[Program, Graph]:
 
 pytestmark = pytest.mark.cpu
 quick = settings(
-    max_examples=150,
+    max_examples=1500,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

@@ -5,8 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
 def load(path):

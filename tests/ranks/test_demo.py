@@ -22,24 +22,24 @@ def _read_once(model: SmolLM2, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "tokens"),
-    [(1, 8), (2, 8), (3, 50), (4, 128), (4, 2), (6, 50)],
-    ids=lambda value: str(value),
+    [(1, 8), (2, 8), (3, 50), (4, 2), (6, 50)],  # some shards smaller, some empty
+    ids=str,
 )
-def test_ranks_agree_with_one(
-    ranks: int, tokens: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+def test_ranks_agree_with_one(ranks: int, tokens: int, capsys: pytest.CaptureFixture[str]) -> None:
     code = demo.main(["--ranks", str(ranks), "--tokens", str(tokens), "--device", "cpu"])
     shown = capsys.readouterr().out
     assert code == 0, shown
     assert "agrees with one rank" in shown
-    assert shown.count("all_gather(") == 1
+    assert shown.count(" = all_gather(") == shown.count(" = reduce_scatter(") == 1
     assert f"{-(-tokens // ranks)}x576" in shown
 
 
 def test_triton_lowering(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--ranks", "2", "--tokens", "4", "--lowering", "triton", "--device", "cpu"]
-    assert demo.main(options) == 0, capsys.readouterr().out
+    code = demo.main(options)
+    shown = capsys.readouterr().out
+    assert code == 0, shown
+    assert "torch ops" not in shown  # no stage fell back
 
 
 @pytest.mark.parametrize("wrong", [1.0, float("nan")])

@@ -43,7 +43,7 @@ PAIRS = [(12, 5), (19, 12), (100, 7)]  # old and new values
 def one_each(
     words, target, value, old, bases, rank: tl.constexpr, W: tl.constexpr, OP: tl.constexpr
 ):
-    """Apply OP, with each element of ``value``, to the peer: once as a function, once as a method."""
+    """Apply OP with each element of ``value`` to the peer, as a function and as a method."""
     ctx = DeviceContext.initialize(words, rank, W)
     peer: tl.constexpr = (rank + 1) % W
     i = tl.arange(0, 4)

@@ -37,7 +37,7 @@ def read(counter, seen, at):
 
 
 def nobody_is_early(rounds, epoch):
-    """All arrive, meet by the kernel, and look who has arrived; then the same once more before the next round."""
+    """All arrive, meet by the kernel, look who has arrived, and meet again."""
     ctx = iris.iris(1 << 20)
     prepare(ctx)
     barrier = DeviceBarrier.create(ctx, ctx.world, taken=[])
@@ -226,11 +226,11 @@ def alone(world):
     ctx.barrier()
     if ctx.cur_rank != world - 1:
         barrier.launch(ctx.world.ranks)
+    time.sleep(2)
+    if ctx.device.type == "cuda":
+        torch.cuda.synchronize()
     with pytest.raises(iris.TimeoutError) as error:
-        time.sleep(1.5)
-        if ctx.device.type == "cuda":
-            torch.cuda.synchronize()
-        ctx.watch.check()
+        ctx.watch.check(synchronized=True)
     return str(error.value).splitlines()
 
 

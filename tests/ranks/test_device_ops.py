@@ -29,7 +29,7 @@ SIZE = 48  # elements of a tensor; kernels use blocks of 64 and a mask
 
 
 def numbered(ctx, dtype, shape=(SIZE,)):
-    """Return a tensor on the heap whose elements differ by rank and place, as far as ``dtype`` can tell."""
+    """Return a tensor on the heap whose elements differ by rank and place."""
     count = torch.Size(shape).numel()
     values = torch.arange(count).reshape(shape) * (ctx.cur_rank + 1) % 13
     if dtype is torch.bool:

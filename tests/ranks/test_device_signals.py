@@ -72,7 +72,7 @@ def finish(ctx):
     """Let the device come to an end and look for lost waits."""
     if ctx.device.type == "cuda":
         torch.cuda.synchronize()
-    ctx.watch.check()
+    ctx.watch.check(synchronized=True)
 
 
 def waits_at(dtype, flag, epoch):

@@ -55,7 +55,7 @@ def _outcome(make, *args, **options):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_dtype_equals_torch(ctx, name, dtype):
-    expected = _outcome(getattr(torch, name), *CALLS[name], dtype=dtype)
+    expected = _outcome(getattr(torch, name), *CALLS[name], dtype=dtype, device=ctx.device)
     found = _outcome(getattr(ctx, name), *CALLS[name], dtype=dtype)
     if isinstance(expected, type):
         assert isinstance(found, type)  # refused, as torch does
@@ -92,7 +92,7 @@ def test_every_dtype_equals_torch(ctx, name, dtype):
 )
 def test_arguments_are_torchs(ctx, name, args, options):
     torch.manual_seed(3)
-    expected = getattr(torch, name)(*args, **options)
+    expected = getattr(torch, name)(*args, device=ctx.device, **options)
     torch.manual_seed(3)
     found = getattr(ctx, name)(*args, **options)
     assert found.dtype == expected.dtype
@@ -104,8 +104,11 @@ def test_arguments_are_torchs(ctx, name, args, options):
 
 
 def test_a_generator_is_used(ctx):
-    found = [ctx.randn(5, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
-    expected = torch.randn(5, generator=torch.Generator().manual_seed(1))
+    def seeded():
+        return torch.Generator(ctx.device).manual_seed(1)
+
+    found = [ctx.randn(5, generator=seeded()) for _ in range(2)]
+    expected = torch.randn(5, generator=seeded(), device=ctx.device)
     assert torch.equal(found[0], expected)
     assert torch.equal(found[1], expected)
 

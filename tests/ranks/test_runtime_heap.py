@@ -137,10 +137,10 @@ def _groups_and_world():
         if pair:
             block = ctx.heap.allocate(100_000 + 1000 * n, pair)
             block.tensor.fill_(ctx.cur_rank + 1)
-            pair.sync(0, "filled")
+            ctx.barrier(group=pair.ranks)
             assert [int(block.peer(i)[-1]) for i in (0, 1)] == [1, 3]
             assert block.peers[pair.index] == block.tensor.data_ptr()
-            pair.sync(0, "read")
+            ctx.barrier(group=pair.ranks)
         assert world.eq(ctx.cur_rank).all()
         world = block = None
     if pair:

@@ -188,6 +188,9 @@ def test_a_pool_goes_on_after_failures():
         with pytest.raises(LaunchError, match="exited with status 3"):
             pool.run(lambda: os._exit(3))
         assert [rank for rank, _, _ in pool.run(_where)] == [0, 1]
+        with pytest.raises(LaunchError, match="ValueError: before the others"):
+            pool.run(_fail_before_meeting)
+        assert [rank for rank, _, _ in pool.run(_where)] == [0, 1]
         assert pool.map(lambda a, b: a + b, [(1, 2), (3, 4)]) == [3, 7]
 
 
@@ -200,6 +203,12 @@ def _fail_in_current():
     current().world.sync(1, "first")
     with pytest.raises(PeerError, match="rank 0 failed: ValueError: no luck"):
         current().barrier()
+
+
+def _fail_before_meeting():
+    if os.environ["RANK"] == "1":
+        raise ValueError("before the others meet")
+    iris(1 << 20)
 
 
 def _current_world():

@@ -18,7 +18,8 @@ from iris.graph.types import Mesh, TensorType
 class Ppermute(Op):
     """Send rank src's value to rank dst for every ``(src, dst)`` in ``perm``: ``f32[8/tp] -> f32[8/tp]``.
 
-    A rank that is no pair's destination gets zeros. A source may occur twice, a destination only once.
+    A rank that is no pair's destination gets zeros. A source may occur twice, a destination only
+    once. A permutation of all ranks keeps a sum that is due over just these ranks.
     """
 
     name = "ppermute"
@@ -42,7 +43,9 @@ class Ppermute(Op):
                 help=f"pairs (src, dst) of ranks from 0 to {size - 1}, every dst once",
             )
         without_axes(self.name, ctx, x, axes)  # shards must be of one size
-        if len(targets) == size and len({src for src, _ in perm}) == size:
+        full = len(targets) == size and len({src for src, _ in perm}) == size
+        alike = all(map(x.replicated_over, axes)) or set(axes) <= set(x.partial)
+        if full and alike:
             return (x,)
         reject_partial(self.name, ctx, x, axes)
         lost = (axis for axis in axes if axis not in x.split_axes)

@@ -94,8 +94,7 @@ def plain(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def mean(x: Any, axis: tuple[int, ...], keepdims: bool) -> Any:
     """NaN of no elements, without a warning."""
-    total = np.sum(x, axis=axis, keepdims=keepdims)
-    return total * (total.size and total.size / x.size if x.size else np.nan)
+    return np.sum(x, axis=axis, keepdims=keepdims) / np.prod([x.shape[d] for d in axis])
 
 
 def softmax(x: Any, dims: tuple[int, ...], keep: bool, args: Any, attrs: Any) -> Any:

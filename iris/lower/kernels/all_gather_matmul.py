@@ -180,7 +180,7 @@ class AllGatherMatmul:
         some_idle = rows_of(M, group.size, group.size - 1) == 0
         T = T.with_modes(weights=len(tiled), zipped=2 if zipped else 1, meet=some_idle)
         half = M * round_up(max(1, K), 16) * dtype.itemsize
-        workspace = Workspace(ctx, group, half, group.size, f"all_gather_matmul [{M}, {K}] x {list(columns)}")
+        workspace = Workspace(ctx, group, half, group.size, f"all_gather_matmul of [{M}, {K}]")
         share = Share.create(config, T, M, tiled, K, group.index * shard_rows(M, group.size), device)
         return cls(group, workspace, share, T, config, (M, K), epilogue, dtype)
 

@@ -79,6 +79,7 @@ class Tiling:
     b_mode: int = 0
     out_tma: bool = False
     meet: bool = False  # a shard is empty: wait for all members all the same
+    run: int = 1  # blocks of rows that are summed after one wait
     one_shot: bool = False  # sums: parts go to all members
 
     @classmethod

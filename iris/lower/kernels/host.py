@@ -131,11 +131,19 @@ def target(out: Tensor, T: Tiling) -> Any:
     return out
 
 
-def part_tiling(config: GemmConfig, world: int, dtype: torch.dtype, part: torch.dtype) -> Tiling:
-    """The tiling of a stage that sends parts of ``part`` type and sums them, a block of rows within a column tile at a time."""
+def part_tiling(
+    config: GemmConfig, world: int, dtype: torch.dtype, part: torch.dtype, rows: int, columns: int, device: torch.device
+) -> Tiling:
+    """The tiling of a stage that sends parts of ``part`` type and sums ``rows`` x ``columns`` of them on this rank.
+
+    Sums are made of runs of blocks within a column tile: long runs, since each begins with a wait, but several a program.
+    """
     T = Tiling.of(config, world, 1, dtype, interpreted())
-    rows = max(1, min(T.block_m, config.copy // 4 // T.block_n))
-    return T.with_modes(dtype=TRITON_DTYPES[part], rows=rows, columns=T.block_n)
+    programs = config.programs or processors(device)
+    wanted = max(1, 4 * programs // max(1, -(-columns // T.block_n)))  # runs in a column of tiles
+    each = max(1, min(T.block_m, rows // wanted))
+    high = min(max(1, config.copy // 2 // T.block_n), 1 << (each.bit_length() - 1))
+    return T.with_modes(dtype=TRITON_DTYPES[part], rows=high, columns=T.block_n, run=max(1, each // high))
 
 
 def product_modes(T: Tiling, x: Tensor, w: Tensor, config: GemmConfig) -> Tiling:

@@ -27,7 +27,7 @@ from iris.lower.kernels.host import (
     tiles_of,
 )
 from iris.lower.kernels.protocol import all_started, enter, leave, peer, publish, ticket, wait
-from iris.lower.kernels.sums import announce_tile, finish_sum, send_piece, sum_rows
+from iris.lower.kernels.sums import announce_tile, finish_sum, no_news, send_piece, sum_rows
 
 
 @device_function
@@ -43,9 +43,9 @@ def _done(env, row, column, T: tl.constexpr):
 
 
 @device_function
-def _send_sum(env, total, block, row, column, after, T: tl.constexpr):
-    """Send a block of this rank's sums to all members, and tell them."""
-    first_row, first_flag, m, N, ld, sums, flags, epoch = env
+def _send_sum(env, total, row, column, after, T: tl.constexpr):
+    """Send a block of this rank's sums to all members."""
+    first_row, _, m, N, ld, sums, _, _ = env
     W: tl.constexpr = T.world
     rows = row + tl.arange(0, T.rows)
     columns = column + tl.arange(0, T.columns)
@@ -53,33 +53,43 @@ def _send_sum(env, total, block, row, column, after, T: tl.constexpr):
     at = (first_row + rows.to(tl.int64))[:, None] * ld + columns[None, :]
     for member in tl.static_range(W):
         tl.store(peer(sums, member, T.dtype) + at, total.to(T.dtype), mask=mask)
-    publish(flags, first_flag + block, epoch, T.world, T.lanes)
+
+
+@device_function
+def _sent_sums(env, item, T: tl.constexpr):
+    """Tell all members that an item of this rank's sums is there."""
+    _, first_flag, _, _, _, _, flags, epoch = env
+    publish(flags, first_flag + item, epoch, T.world, T.lanes)
 
 
 @device_function
 def _collect(sums, first_flag, shard, M, N, ld, mine, epoch, state, limit, rank, out, after, T: tl.constexpr):
     """Store ``after`` of all ranks' sums, by ticket, beginning with this rank's."""
+    RUN: tl.constexpr = T.run * T.rows
     across = tl.cdiv(N, T.columns)
-    each = tl.cdiv(shard, T.rows) * across
+    each = tl.cdiv(shard, RUN) * across
     lane = tl.arange(0, T.lanes)
-    item = ticket(state, 1)
-    while item < each * T.world:
-        owner = (item // each + rank) % T.world
-        block = item % each
-        row = block // across * T.rows
-        m = tl.minimum(shard, M - owner * shard)
-        if row < m:
-            column = block % across * T.columns
-            wait(mine + (first_flag + owner * each + block + lane), lane < 1, epoch, state, limit)
-            rows = row + tl.arange(0, T.rows)
-            columns = column + tl.arange(0, T.columns)
-            mask = (rows < m)[:, None] & (columns < N)[None, :]
-            at = (owner * shard + rows).to(tl.int64)[:, None] * ld + columns[None, :]
+    target, out_row, out_column, _, _, args = out
+    number = ticket(state, 1)
+    while number < each * T.world:
+        owner = (number // each + rank) % T.world
+        item = number % each
+        row = item // across * RUN
+        first = owner * shard
+        end = tl.minimum(row + RUN, tl.minimum(shard, M - first))
+        if row < end:
+            wait(mine + (first_flag + owner * each + item + lane), lane < 1, epoch, state, limit)
+        column = item % across * T.columns
+        columns = column + tl.arange(0, T.columns)
+        while row < end:
+            rows = first + row + tl.arange(0, T.rows)
+            mask = (rows < first + end)[:, None] & (columns < N)[None, :]
+            at = rows.to(tl.int64)[:, None] * ld + columns[None, :]
             total = tl.load(sums + at, mask=mask, cache_modifier=".cg").to(T.acc)
-            # Rows of the block beyond this owner's are the next owner's.
-            sink = (out[0], out[1], out[2], owner * shard + m, N, out[5])
-            finish_sum(sink, total, block, owner * shard + row, column, after, T)
-        item = ticket(state, 1)
+            # Rows beyond ``end`` may be the next owner's.
+            finish_sum((target, out_row, out_column, first + end, N, args), total, first + row, column, after, T)
+            row += T.rows
+        number = ticket(state, 1)
 
 
 @triton.jit(do_not_specialize=["dry", "rank", "limit"])
@@ -100,16 +110,16 @@ def _kernel(
             slots = peer(staging, rank, T.dtype) + half * ld
             sink = (out, out_row, out_column, M, N, args)
             if T.one_shot:
-                sum_rows(M, 0, slots, M, M, N, ld, mine, epoch, state, limit, finish_sum, sink, after, T)
+                sum_rows(M, 0, slots, M, M, N, ld, mine, epoch, state, limit, finish_sum, no_news, sink, after, T)
             else:
                 m = tl.minimum(shard, M - rank * shard)
                 tiles = tl.cdiv(M, T.block_m) * tl.cdiv(N, T.block_n)
                 first_flag = T.world * (1 + tiles)
-                each = tl.cdiv(shard, T.rows) * tl.cdiv(N, T.columns)
+                each = tl.cdiv(shard, T.run * T.rows) * tl.cdiv(N, T.columns)
                 sums_row = (epoch & 1).to(tl.int64) * T.world * shard
                 send = (sums_row + rank * shard, first_flag + rank * each, m, N, ld, sums, flags, epoch)
                 sum_rows(
-                    m, rank * shard, slots, shard, M, N, ld, mine, epoch, state, limit, _send_sum, send, after, T
+                    m, rank * shard, slots, shard, M, N, ld, mine, epoch, state, limit, _send_sum, _sent_sums, send, after, T
                 )
                 half_sums = peer(sums, rank, T.dtype) + sums_row * ld
                 _collect(half_sums, first_flag, shard, M, N, ld, mine, epoch, state, limit, rank, sink, after, T)
@@ -166,12 +176,12 @@ class MatmulAllReduce:
         one_shot = M <= cls.ONE_SHOT_ROWS if one_shot is None else one_shot
         config = config or default_config(M, N, dtype, device)
         part = part_dtype or (torch.int32 if dtype == torch.int8 else dtype)
-        T = part_tiling(config, W, dtype, part).with_modes(one_shot=one_shot)
+        T = part_tiling(config, W, dtype, part, M if one_shot else shard, N, device).with_modes(one_shot=one_shot)
         row_bytes = round_up(N, 16) * part.itemsize
         parts = W * (M if one_shot else shard) * row_bytes
         sums = 0 if one_shot else W * shard * row_bytes
-        blocks = 0 if one_shot else W * -(-shard // T.rows) * -(-N // T.columns)
-        what = f"matmul_all_reduce [{M}, {K}] x [{K}, {N}]"
+        blocks = 0 if one_shot else W * -(-shard // (T.run * T.rows)) * -(-N // T.columns)
+        what = f"matmul_all_reduce to [{M}, {N}]"
         workspace = Workspace(ctx, group, parts + sums, W * (1 + tiles_of(M, N, T)) + blocks, what)
         first_row = 0 if one_shot else (group.index + 1) % W * shard
         share = Share.create(config, T, M, [N], K, first_row if first_row < M else 0, device)

@@ -27,7 +27,7 @@ from iris.lower.kernels.host import (
     tiles_of,
 )
 from iris.lower.kernels.protocol import all_started, enter, greet, leave, meet, peer
-from iris.lower.kernels.sums import announce_tile, finish_sum, send_piece, sum_rows
+from iris.lower.kernels.sums import announce_tile, finish_sum, no_news, send_piece, sum_rows
 
 
 @device_function
@@ -65,7 +65,7 @@ def _kernel(
             slots = peer(staging, rank, T.dtype) + half * ld
             sink = (out, out_row, out_column, m, N, after_args)
             sum_rows(
-                m, rank * shard, slots, shard, M, N, ld, mine, epoch, state, limit, finish_sum, sink, after, T
+                m, rank * shard, slots, shard, M, N, ld, mine, epoch, state, limit, finish_sum, no_news, sink, after, T
             )
         if T.meet:
             meet(peer(flags, rank, tl.int32), number, epoch, state, limit, T.world, T.lanes)
@@ -119,10 +119,10 @@ class MatmulReduceScatter:
         device = ctx.heap.device
         config = config or default_config(M, N, dtype, device)
         part = part_dtype or (torch.int32 if dtype == torch.int8 else dtype)
-        T = part_tiling(config, group.size, dtype, part)
+        T = part_tiling(config, group.size, dtype, part, shard_rows(M, group.size), N, device)
         T = T.with_modes(meet=rows_of(M, group.size, group.size - 1) == 0)
         half = group.size * shard_rows(M, group.size) * round_up(N, 16) * part.itemsize
-        what = f"matmul_reduce_scatter [{M}, {K}] x [{K}, {N}]"
+        what = f"matmul_reduce_scatter to [{M}, {N}]"
         workspace = Workspace(ctx, group, half, group.size * (1 + tiles_of(M, N, T)), what)
         first_row = (group.index + 1) % group.size * shard_rows(M, group.size)
         share = Share.create(config, T, M, [N], K, first_row if first_row < M else 0, device)

@@ -74,31 +74,41 @@ def sum_parts(slots, stride, at, mask, T: tl.constexpr):
 
 
 @device_function
-def sum_rows(m, first_row, slots, slot_rows, M, N, ld, mine, epoch, state, limit, store, env, after, T: tl.constexpr):
+def sum_rows(m, first_row, slots, slot_rows, M, N, ld, mine, epoch, state, limit, store, summed, env, after, T: tl.constexpr):
     """Sum rows ``first_row .. first_row + m`` of the product, by ticket, as their parts arrive.
 
-    Row ``first_row`` is row 0 of each member's slot; slots begin at ``slots`` and have ``slot_rows`` rows. Every block goes to
-    ``store(env, total, block, row, column, after, T)``, with its row within the ``m``.
+    Row ``first_row`` is row 0 of each member's slot; slots begin at ``slots`` and have ``slot_rows`` rows. An item is ``T.run`` blocks
+    of [T.rows, T.columns], one below the other: one wait for all. Every block goes to ``store(env, total, row, column, after, T)``, with
+    its row within the ``m``; then ``summed(env, item, T)`` is called.
     """
+    RUN: tl.constexpr = T.run * T.rows
     across = tl.cdiv(N, T.columns)
-    blocks = tl.cdiv(m, T.rows) * across
-    block = ticket(state, 0)
-    while block < blocks:
-        row = block // across * T.rows
-        column = block % across * T.columns
-        last = tl.minimum(row + T.rows, m) - 1
-        wait_tiles(first_row + row, first_row + last, column, M, N, mine, epoch, state, limit, T)
-        rows = row + tl.arange(0, T.rows)
+    items = tl.cdiv(m, RUN) * across
+    item = ticket(state, 0)
+    while item < items:
+        row = item // across * RUN
+        column = item % across * T.columns
+        end = tl.minimum(row + RUN, m)
+        wait_tiles(first_row + row, first_row + end - 1, column, M, N, mine, epoch, state, limit, T)
         columns = column + tl.arange(0, T.columns)
-        mask = (rows < m)[:, None] & (columns < N)[None, :]
-        at = rows.to(tl.int64)[:, None] * ld + columns[None, :]
-        total = sum_parts(slots, slot_rows.to(tl.int64) * ld, at, mask, T)
-        store(env, total, block, row, column, after, T)
-        block = ticket(state, 0)
+        while row < end:
+            rows = row + tl.arange(0, T.rows)
+            mask = (rows < m)[:, None] & (columns < N)[None, :]
+            at = rows.to(tl.int64)[:, None] * ld + columns[None, :]
+            total = sum_parts(slots, slot_rows.to(tl.int64) * ld, at, mask, T)
+            store(env, total, row, column, after, T)
+            row += T.rows
+        summed(env, item, T)
+        item = ticket(state, 0)
 
 
 @device_function
-def finish_sum(env, total, block, row, column, after, T: tl.constexpr):
+def no_news(env, item, T: tl.constexpr):
+    """For sums that nobody waits for."""
+
+
+@device_function
+def finish_sum(env, total, row, column, after, T: tl.constexpr):
     """Store ``after`` of a block of sums; ``env = (target, row stride, column stride, rows, columns, args)``."""
     out, out_row, out_column, m, N, args = env
     rows = row + tl.arange(0, T.rows)

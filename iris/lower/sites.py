@@ -1,0 +1,132 @@
+"""Collectives of a graph, built for one rank: sizes from the types, ranks from the mesh."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from iris.graph.nodes import Graph, Node, refs
+from iris.graph.ops.rules import axes_of, shard_sizes
+from iris.graph.types import TensorType
+from iris.lower import collectives
+from iris.lower.collectives import Collective
+from iris.lower.dtypes import TORCH_DTYPES
+from iris.runtime.context import Iris
+from iris.runtime.groups import Group
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a program runs: this rank's coordinate, its context, and the group along any axes."""
+
+    coord: Mapping[str, int]
+    ctx: Iris
+    group: Callable[[tuple[str, ...]], Group]
+
+    def group_of(self, node: Node) -> Group:
+        """The ranks that ``node`` communicates among."""
+        return self.group(axes_of(node.kwargs["axis"]))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One collective of a graph at one place."""
+
+    graph: Graph
+    place: Place
+    node: Node
+
+    @property
+    def group(self) -> Group:
+        return self.place.group_of(self.node)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return axes_of(self.node.kwargs["axis"])  # type: ignore[arg-type]
+
+    @property
+    def operand(self) -> TensorType:
+        """Type of the value that is sent."""
+        (name,) = refs(self.node.args)
+        return self.graph.types[name]
+
+    @property
+    def shape(self) -> list[int]:
+        """Local shape of the value that is sent."""
+        return list(self.operand.local_shape(self.graph.mesh, self.place.coord))
+
+    @property
+    def dtype(self) -> Any:
+        return TORCH_DTYPES[self.operand.dtype]
+
+    @property
+    def what(self) -> str:
+        """How errors call this collective."""
+        at = f" at {self.node.loc}" if self.node.loc else ""
+        return f"{self.node.op} %{self.node.out.name}{at} in program {self.graph.name}"
+
+    def number(self, attribute: str) -> int:
+        return int(self.node.kwargs[attribute])  # type: ignore[arg-type]
+
+    def shards(self, size: int) -> tuple[int, ...]:
+        """Rows that each member keeps of a dim of ``size`` rows."""
+        return shard_sizes(size, self.graph.mesh, self.axes)
+
+    def held(self, dim: int) -> Sequence[int]:
+        """Rows of dim ``dim`` that each member has to give."""
+        if self.operand.spec[dim][-len(self.axes) :] != self.axes:
+            return [self.shape[dim]] * self.group.size
+        return self.shards(self.node.out.type.local_shape(self.graph.mesh, self.place.coord)[dim])
+
+
+def _all_gather(site: Site) -> Collective:
+    dim = site.number("dim")
+    return collectives.make_all_gather(
+        site.group, site.shape, site.held(dim), dim, site.dtype, site.what
+    )
+
+
+def _reduce_scatter(site: Site) -> Collective:
+    dim, op = site.number("dim"), str(site.node.kwargs.get("op", "sum"))
+    sizes = site.shards(site.shape[dim])
+    return collectives.make_reduce_scatter(
+        site.group, site.shape, sizes, dim, op, site.dtype, site.what
+    )
+
+
+def _all_reduce(site: Site) -> Collective:
+    op = str(site.node.kwargs.get("op", "sum"))
+    return collectives.make_all_reduce(site.group, site.shape, op, site.dtype, site.what)
+
+
+def _all_to_all(site: Site) -> Collective:
+    split, concat = site.number("split_dim"), site.number("concat_dim")
+    shapes = [site.shape for _ in range(site.group.size)]
+    if split != concat:
+        for shape, size in zip(shapes, site.held(concat), strict=True):
+            shape[concat] = size
+    splits = site.shards(site.shape[split])
+    return collectives.make_all_to_all(
+        site.group, shapes, split, splits, concat, site.dtype, site.what
+    )
+
+
+def _broadcast(site: Site) -> Collective:
+    return collectives.make_broadcast(
+        site.group, site.shape, site.number("src"), site.dtype, site.what
+    )
+
+
+def _ppermute(site: Site) -> Collective:
+    perm: Any = site.node.kwargs["perm"]
+    return collectives.make_ppermute(site.group, site.shape, perm, site.dtype, site.what)
+
+
+MAKERS: Mapping[str, Callable[[Site], Collective]] = {
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "ppermute": _ppermute,
+}
+"""How each collective is built."""

@@ -1,0 +1,108 @@
+"""Tensors that a process and its ranks see at once: the controller allocates, the ranks open."""
+
+import ctypes
+import math
+import mmap
+import os
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from iris.errors import HeapExhaustedError
+from iris.runtime.arena import Shelf
+from iris.runtime.segments import Address, Segment
+
+_SMALL_ALIGN, _PAGE = 64, mmap.PAGESIZE
+_GIVEN_BACK = 1 << 24  # bytes from which a freed block's pages go back to the system
+
+
+def total_memory() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class SharedMemory:
+    """One segment as the ranks of a controller see it: tensors by their place in it."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self._base = segment.base
+
+    @classmethod
+    def open(cls, address: Address) -> "SharedMemory":
+        """Map the controller's memory. Raises ``PeerError`` when it is gone."""
+        return cls(Segment.open(address))
+
+    def tensor(
+        self, offset: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
+    ) -> Tensor:
+        """Return the tensor at ``offset`` bytes; nothing is copied."""
+        if 0 in shape:
+            return torch.empty(shape, dtype=dtype)
+        span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+        flat = torch.frombuffer(self.segment.memory, dtype=dtype, count=span, offset=offset)
+        return flat.as_strided(shape, stride)
+
+
+class SharedArena(SharedMemory):
+    """The controller's side: allocates in the segment. A block is free again when its last tensor is gone.
+
+    The segment is as large as the machine's memory, but pages exist only once they are touched.
+
+    Example::
+
+        arena = SharedArena.create()
+        x = arena.empty((1024, 1024), torch.float32)
+        arena.find(x)                               # 0, its offset
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        super().__init__(segment)
+        self._shelf = Shelf()
+        self._dropped: deque[tuple[int, int]] = deque()  # filled by finalizers, at any time
+
+    @classmethod
+    def create(cls, nbytes: int | None = None) -> "SharedArena":
+        """Make the segment, by default of the size of the machine's memory."""
+        return cls(Segment.create(nbytes or total_memory() // _PAGE * _PAGE, "mesh"))
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a contiguous tensor on the segment. Raises ``HeapExhaustedError``."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        self._free_dropped()
+        align = _PAGE if nbytes >= _PAGE else _SMALL_ALIGN
+        limit = self.segment.address.nbytes
+        offset = self._shelf.fit(nbytes, align, limit)
+        if offset is None:
+            raise HeapExhaustedError(
+                f"a tensor of {nbytes} bytes does not fit into the {limit} bytes shared with ranks",
+                help="drop tensors that the mesh returned, or split the call",
+            )
+        self._shelf.take(offset, nbytes)
+        owner = (ctypes.c_ubyte * nbytes).from_buffer(self.segment.memory, offset)
+        weakref.finalize(owner, self._dropped.append, (offset, nbytes)).atexit = False
+        return torch.frombuffer(owner, dtype=dtype).view(tuple(shape))
+
+    def find(self, tensor: Tensor) -> int | None:
+        """Return the offset of ``tensor`` in the segment, or None if it lies elsewhere."""
+        offset = tensor.data_ptr() - self._base
+        return offset if 0 <= offset < self.segment.address.nbytes else None
+
+    def share(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor`` if it is on the segment, else a contiguous copy there."""
+        if tensor.device.type == "cpu" and self.find(tensor) is not None:
+            return tensor
+        return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
+
+    def _free_dropped(self) -> None:
+        while self._dropped:
+            offset, nbytes = self._dropped.popleft()
+            self._shelf.release(offset)
+            if nbytes >= _GIVEN_BACK:
+                whole = nbytes // _PAGE * _PAGE
+                self.segment.memory.madvise(mmap.MADV_REMOVE, offset, whole)

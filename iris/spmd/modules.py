@@ -1,0 +1,73 @@
+"""Torch modules as programs: their parameters and buffers are inputs by reference, with a spec where one is claimed."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from iris.errors import SpecError
+from iris.spmd.specs import Leaf, P
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def partition(module: M, claims: P | dict[str, P]) -> M:
+    """Say how the tensors that ``module`` itself holds are spread over mesh axes; return ``module``.
+
+    Args:
+        claims: a `P` for all of them, or by name. What is not named is taken as it is, and nothing is known about it.
+
+    Raises SpecError for a name that the module does not hold.
+
+    >>> partition(nn.Linear(4, 2, bias=False), {"weight": P("tp", None)})
+    Linear(in_features=4, out_features=2, bias=False)
+    """
+    held = {*module._parameters, *module._buffers}
+    unknown = sorted(set(claims) - held) if isinstance(claims, dict) else []
+    if unknown:
+        raise SpecError(
+            f"{type(module).__name__} holds no tensor {unknown[0]!r}",
+            help=f"it holds {', '.join(sorted(held)) or 'none'}",
+        )
+    module.__dict__["_partition"] = claims
+    return module
+
+
+def claimed(module: nn.Module, name: str) -> P | None:
+    """The spec of one tensor that ``module`` itself holds, or None."""
+    claims = module.__dict__.get("_partition")
+    return claims.get(name) if isinstance(claims, dict) else claims
+
+
+def held_leaves(module: Any) -> list[Leaf]:
+    """Every parameter and buffer of a module once, with its spec; nothing for any other object."""
+    if not isinstance(module, nn.Module):
+        return []
+    leaves: dict[int, Leaf] = {}
+    for path, child in module.named_modules():
+        for name, tensor in (*child._parameters.items(), *child._buffers.items()):
+            if isinstance(tensor, torch.Tensor):
+                where = f"{path}.{name}" if path else name
+                leaves.setdefault(id(tensor), Leaf(where, tensor, claimed(child, name)))
+    return list(leaves.values())
+
+
+def decorate_module(target: Any, wrap: Callable[[Any, str], Any]) -> Any:
+    """Make ``forward`` of a module class, or of one module, a program; return the class or module itself.
+
+    State dicts, hooks and subclasses stay as they were: only ``forward`` is another function.
+    """
+    if isinstance(target, type):
+        target.forward = wrap(target.forward, target.__name__)  # type: ignore[attr-defined]
+    else:
+        program = wrap(type(target).forward, type(target).__name__)
+        target.forward = program.__get__(target)
+    return target
+
+
+def is_module(target: object) -> bool:
+    """Whether ``target`` is a torch module or a class of them."""
+    return isinstance(target, nn.Module) or (
+        isinstance(target, type) and issubclass(target, nn.Module)
+    )
