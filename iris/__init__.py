@@ -36,6 +36,7 @@ from iris.spmd.collectives import (  # noqa: E402
     reduce_scatter as reduce_scatter,
 )
 from iris.spmd.decorator import spmd as spmd  # noqa: E402
+from iris.spmd.local import local_mesh as local_mesh  # noqa: E402
 from iris.spmd.mesh import AbstractMesh as AbstractMesh, mesh as mesh  # noqa: E402
 from iris.spmd.specs import P as P  # noqa: E402
 

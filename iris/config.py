@@ -77,7 +77,7 @@ def _flag(text: str) -> bool:
     return _one_of("0", "1")(text) == "1"
 
 
-LOG_TOPICS = ("cache", "heap", "launch", "passes", "plan", "trace")
+LOG_TOPICS = ("cache", "heap")
 
 
 def _topics(text: str) -> frozenset[str]:
@@ -122,7 +122,7 @@ log: Knob[frozenset[str]] = Knob(
     _topics,
     frozenset,
     "a comma list out of: " + ", ".join(LOG_TOPICS),
-    "Topics to log at debug level.",
+    "Topics to log: why a program is traced again (cache), every allocation (heap).",
 )
 dump: Knob[Path | None] = Knob(
     "IRIS_DUMP",

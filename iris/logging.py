@@ -8,6 +8,8 @@ import logging
 import sys
 from typing import Any
 
+from iris import config
+
 DEBUG, INFO, WARNING, ERROR = logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR
 
 
@@ -27,14 +29,17 @@ class _StderrHandler(logging.Handler):
 
 
 def logger() -> logging.Logger:
-    """Return the ``iris`` logger, with a handler and level INFO unless the program chose."""
+    """Return the ``iris`` logger, with a handler, and a level where the program set none.
+
+    That is INFO, and DEBUG where ``IRIS_LOG`` names topics.
+    """
     found = logging.getLogger("iris")
     if not found.handlers:
         handler = _StderrHandler()
         handler.setFormatter(_Formatter())
         found.addHandler(handler)
     if found.level == logging.NOTSET:
-        found.setLevel(logging.INFO)
+        found.setLevel(logging.DEBUG if config.log() else logging.INFO)
     return found
 
 

@@ -5,7 +5,7 @@ import inspect
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle, islice
 
@@ -57,15 +57,16 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m iris.demo",
         description="Run the feed-forward block of SmolLM2-135M tensor-parallel over local ranks.",
     )
-    parser.add_argument("--ranks", type=_count(MAX_RANKS), default=4, help="rank processes")
-    parser.add_argument("--tokens", type=_count(MAX_TOKENS), default=128, help="rows of x")
-    parser.add_argument("--prompt", type=_text, default=PROMPT, help="repeated to fill the tokens")
-    parser.add_argument("--lowering", choices=("torch", "triton"), help="default: by device")
-    parser.add_argument("--device", type=_device, default="auto", metavar="{cpu,cuda,auto}")
+    add = parser.add_argument
+    add("--ranks", type=_count(MAX_RANKS), default=4, help=f"1 to {MAX_RANKS}, default 4")
+    add("--tokens", type=_count(MAX_TOKENS), default=128, help=f"1 to {MAX_TOKENS}, default 128")
+    add("--prompt", type=_text, default=PROMPT, help="repeated or cut to fill the tokens")
+    add("--lowering", choices=("torch", "triton"), help="default: torch on CPUs, triton on GPUs")
+    add("--device", type=_device, default="auto", help="cpu, cuda or auto, the default")
     return parser
 
 
-def _count(most: int):  # type: ignore[no-untyped-def]  # a converter for argparse
+def _count(most: int) -> Callable[[str], int]:
     def convert(text: str) -> int:
         if not (text.isdecimal() and 1 <= int(text) <= most):
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {most}")

@@ -47,7 +47,8 @@ def shard(tensor: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tensor
 
     Shards have the rounded-up size; the last ones are smaller, or empty.
     """
-    return tensor.split(chunk_sizes(tensor.shape[dim], ranks), dim)[rank].contiguous()
+    sizes = list(chunk_sizes(tensor.shape[dim], ranks))
+    return torch.split(tensor, sizes, dim)[rank].contiguous()
 
 
 def one_rank(

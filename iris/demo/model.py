@@ -4,7 +4,7 @@ import importlib.util
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +73,7 @@ class SmolLM2:
         names = ("tokens", "merges", "unknown_token_id")
         return Tokenizer(*(self.field(f"tokenizer.ggml.{name}") for name in names))
 
-    def field(self, name: str):  # type: ignore[no-untyped-def]  # whatever the file holds
+    def field(self, name: str) -> Any:
         """Return the metadata value ``name`` of the file."""
         return self._reader.fields[name].contents()
 

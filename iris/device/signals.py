@@ -57,6 +57,7 @@ def wait(ptr, epoch, record, stage=0, peer=-1, mask=None):
     since = tl.cast(0, tl.int64)
     state = tl.cast(0, tl.int64)
     polls = tl.cast(0, tl.int32)
+    was_clear = tl.cast(0, tl.int32)
     before = tl.load(record + STATE, volatile=True)
     seen = load_acquire(ptr, mask)
     while _any_short(seen, epoch, mask) & (state == 0):
@@ -70,8 +71,9 @@ def wait(ptr, epoch, record, stage=0, peer=-1, mask=None):
             state = tl.atomic_cas(
                 record + STATE, tl.cast(0, tl.int64), bid, sem="relaxed", scope="sys"
             )
+            was_clear = tl.where(state == 0, 1, was_clear)
         seen = load_acquire(ptr, mask)
-    if state == claim:
+    if (state == claim) & (was_clear != 0):  # claimed now, not by an earlier wait of this program
         _write(record, stage, peer, epoch, seen, mask)
     if (before != 0) | (state != 0):
         _tell_host(record)

@@ -118,7 +118,7 @@ class Watch:
 
     def _explain(self, words: list[int]) -> tuple[str, str]:
         """Return the message and the way out for a record."""
-        unknown = ("a wait", ())
+        unknown = ("a wait in a kernel", ())
         what, ranks = self._stages.get(words[STAGE], unknown)
         peer = words[PEER]
         awaited = ranks[peer] if 0 <= peer < len(ranks) else peer

@@ -8,7 +8,8 @@ from iris.graph.printing import format_arg
 def congruence(graph: Graph) -> dict[str, str]:
     """For each value that repeats an earlier one, the name of the first: same op, same arguments, no effects.
 
-    Gathers count too: gathering one value twice gives the same twice. Bodies of stages are not looked into.
+    Gathers count too: gathering one value twice gives the same twice. Bodies of stages are not
+    looked into.
     """
     first: dict[str, str] = {}
     seen: dict[tuple[object, ...], Node] = {}

@@ -23,7 +23,8 @@ class Result(NamedTuple):
 def run(graph: Graph, inputs: Sequence[Sequence[np.ndarray]]) -> Result:
     """``graph`` on all ranks. ``inputs[i][r]``: input i on rank r.
 
-    bf16 and fp8 are computed in f32. GraphError if an op has no reference (random ops, ops that nobody described).
+    bf16 and fp8 are computed in f32. GraphError if an op has no reference (random ops, ops that
+    nobody described).
     """
     names = [value.name for value in graph.inputs]
     values = {name: list(arrays) for name, arrays in zip(names, inputs, strict=True)}

@@ -12,9 +12,9 @@ from iris.graph.types import Mesh, TensorType
 def verify(graph: Graph, before: Graph | None = None) -> None:
     """GraphError naming every fault of ``graph``.
 
-    Values are defined once and before their uses; stages read and give what their bodies do; types are what the rules
-    infer. With ``before``, the graph that a pass was given: no effect was dropped, added or moved past another, but
-    for gathers of one value that became one.
+    Values are defined once and before their uses; stages read and give what their bodies do; types
+    are what the rules infer. With ``before``, the graph that a pass was given: no effect was
+    dropped, added or moved past another, but for gathers of one value that became one.
     """
     faults = [*_scope_faults(graph), *_type_faults(graph, before)]
     if before is not None:

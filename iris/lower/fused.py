@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from iris.graph.types import Mesh, TensorType
 from iris.lower.dtypes import TORCH_DTYPES
 from iris.lower.epilogue import Epilogue, generate
 from iris.lower.kernels.all_gather_matmul import AllGatherMatmul
+from iris.lower.kernels.config import default_config
 from iris.lower.kernels.gemm import identity
 from iris.lower.kernels.matmul_all_reduce import MatmulAllReduce
 from iris.lower.kernels.matmul_reduce_scatter import MatmulReduceScatter
@@ -123,15 +124,21 @@ Launch = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor], tuple[Any, ...], 
 
 def _launch_gather(call: FusedCall, match: Match, site: Site) -> tuple[Launch, int]:
     gathered = site.values.shape(match.collective.out.name)
+    columns = [site.values.shape(p.right)[1] for p in match.products]
+    dtype = site.values.dtype(match.products[0].left)
+    config = default_config(rows(gathered), max(columns), dtype, site.ctx.device)
+    if match.zipped:  # two weights' tiles take the room of one
+        config = replace(config, block_n=max(16, config.block_n // 2))
     stage = AllGatherMatmul.create(
         site.ctx,
         site.group,
         M=rows(gathered),
         K=gathered[-1],
-        columns=[site.values.shape(p.right)[1] for p in match.products],
-        dtype=site.values.dtype(match.products[0].left),
+        columns=columns,
+        dtype=dtype,
         epilogue=call.function,
         zipped=match.zipped,
+        config=config,
     )
 
     def launch(x: Tensor, weights: Any, outs: Any, args: Any, dry: int) -> None:

@@ -61,6 +61,7 @@ class _Writer:
     space: dict[str, Any] = field(default_factory=dict)
     groups: dict[Group, None] = field(default_factory=dict)
     fused: list[Any] = field(default_factory=list)
+    sites: int = 0  # collectives so far
     types: dict[str, TensorType] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -138,7 +139,8 @@ class _Writer:
 
     def _call(self, node: Node) -> str:
         if node.op in MAKERS:
-            site = Site(self.graph, self.place, node)
+            site = Site(self.graph, self.place, node, self.sites)
+            self.sites += 1
             name = f"{node.op}_{node.out.name}"
             self.space[name] = MAKERS[node.op](site)
             if site.group.size > 1:

@@ -34,6 +34,7 @@ class Site:
     graph: Graph
     place: Place
     node: Node
+    number_in_program: int  # the same on all ranks; value names are not where shards are uneven
 
     @property
     def group(self) -> Group:
@@ -62,7 +63,7 @@ class Site:
     def what(self) -> str:
         """How errors call this collective."""
         at = f" at {self.node.loc}" if self.node.loc else ""
-        return f"{self.node.op} %{self.node.out.name}{at} in program {self.graph.name}"
+        return f"{self.node.op} #{self.number_in_program}{at} in program {self.graph.name}"
 
     def number(self, attribute: str) -> int:
         return int(self.node.kwargs[attribute])  # type: ignore[arg-type]

@@ -111,6 +111,7 @@ class Iris(Creation, CopyEngine, RankLogging):
     ) -> "Iris":
         """Meet the other ranks and build the heap. See ``iris``."""
         kind = _checked(heap_size, allocator_type, engines)
+        heap_size = int(heap_size)
         rendezvous = Rendezvous.join()
         placement = Placement.choose(rendezvous.local_rank)
         board = Board(rendezvous.rank, Page.create())
@@ -361,7 +362,7 @@ def _leave_at_exit(ref: "weakref.ref[Iris]") -> None:
 
 def _checked(heap_size: int, allocator_type: str, engines: str | Sequence[str]) -> str:
     """Check the arguments of ``iris`` and return the kind of allocator in force."""
-    if not isinstance(heap_size, int) or heap_size <= 0:
+    if heap_size <= 0 or heap_size != int(heap_size):
         raise ConfigError(f"heap_size={heap_size!r} must be a number of bytes above 0")
     kind = config.allocator.read(allocator_type, "allocator_type")
     if config.allocator.is_set():

@@ -23,9 +23,9 @@ Make = Callable[..., Tensor]
 class Creation:
     """Creation methods of the Iris class, all collective.
 
-    Every rank calls them with the same shape and dtype. They take torch's arguments: sizes as integers, a tuple or a ``torch.Size``; ``dtype``,
-    ``requires_grad``, ``generator``, and ``out=`` for a tensor that is on the heap already. On
-    return the tensor is usable by every peer.
+    Every rank calls them with the same shape and dtype. They take torch's arguments: sizes as
+    integers, a tuple or a ``torch.Size``; ``dtype``, ``requires_grad``, ``generator``, and ``out=``
+    for a tensor that is on the heap already. On return the tensor is usable by every peer.
     """
 
     heap: Heap

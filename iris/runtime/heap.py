@@ -20,6 +20,7 @@ from torch import Tensor
 
 from iris import config
 from iris.errors import CollectiveMismatchError, HeapExhaustedError, IrisError
+from iris.logging import logger
 from iris.runtime.arena import Arena
 from iris.runtime.callsite import user_line
 from iris.runtime.groups import Group
@@ -277,6 +278,9 @@ class Heap:
         self._records[key] = self._by_address[self._base + offset] = record
         if self._guarded:
             self._slab.tensor(owner)[request.nbytes :] = _GUARD
+        if "heap" in config.log():
+            where = f"{offset:#x} for ranks {group.ranks}, {request.line}"
+            logger().debug("heap: %d bytes at %s", request.nbytes, where)
         return Block(self._slab, record, owner)
 
     def _exhausted(

@@ -29,9 +29,7 @@ _EXIT_SECONDS = 20.0  # for ranks to end after they returned
 class _Rank:
     """One rank process, as the launcher sees it."""
 
-    def __init__(
-        self, number: int, forker: Zygote, setup: Setup, outputs: tuple[int, int]
-    ) -> None:
+    def __init__(self, number: int, forker: Zygote, setup: Setup, outputs: tuple[int, int]) -> None:
         ours, theirs = socket.socketpair()
         self.number = number
         self._forker = forker

@@ -126,13 +126,17 @@ class Session(RankPool):
         return tuple(rank.pid for rank in self._ranks)
 
     def _note_deaths(self, failures: Sequence[tuple[int, Failure]]) -> None:
-        dead = [f"rank {rank} {failure.headline}" for rank, failure in failures if not failure.reported]
+        dead = [
+            f"rank {rank} {failure.headline}" for rank, failure in failures if not failure.reported
+        ]
         if not self._ranks:
             self._lost = f"the mesh lost its ranks: {'; '.join(dead) or 'they did not recover'}"
 
     def _start(self) -> None:
         if self._lost:
-            raise PeerError(self._lost, help="mesh.restart() starts new ones; what they kept is lost")
+            raise PeerError(
+                self._lost, help="mesh.restart() starts new ones; what they kept is lost"
+            )
         super()._start()
         for output in self._shown:
             output.close_writer()

@@ -14,7 +14,7 @@ from iris.runtime.segments import Address, Segment
 
 
 class Slab(Protocol):
-    """Symmetric memory as a provider gives it. Making one is collective over the world group.
+    """What a provider of symmetric memory implements. Making one is collective over the world.
 
     ``bases[rank]`` is the address, in this process, of that rank's memory.
     """
@@ -169,6 +169,6 @@ def _torch_symmetric(world: Group, nbytes: int, device: torch.device) -> Slab:
     assert dist.group.WORLD is not None  # iris.iris() saw to it
     tensor = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
     handle = symm_mem.rendezvous(tensor, dist.group.WORLD)
-    held = [tensor, handle]
+    held = [tensor, handle]  # by every mapping, through its release
     mappings = [Mapping(address, held.copy) for address in handle.buffer_ptrs]
     return DeviceSlab(mappings, nbytes, device, world.index)

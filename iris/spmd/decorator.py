@@ -17,6 +17,7 @@ from iris.errors import ConfigError, SpecError, UnsupportedError
 from iris.runtime.context import current
 from iris.spmd.binding import Binder, Bound, alias_key
 from iris.spmd.context import TraceContext, tracing
+from iris.spmd.control import Controller
 from iris.spmd.guards import Access, find_accesses, key_of
 from iris.spmd.inlining import call_inline
 from iris.spmd.mesh import AbstractMesh
@@ -59,6 +60,13 @@ class SpmdFunction:
         self._state = _State()
         self._states: dict[int, tuple[weakref.ref[Any], _State]] = {}
 
+    def __getstate__(self) -> tuple[Any, ...]:
+        """What another process needs of it: programs stay behind."""
+        return self._fn, self._options, self._static
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        SpmdFunction.__init__(self, *state)
+
     def __get__(self, instance: Any, owner: type | None = None) -> "SpmdFunction | SpmdMethod":
         return self if instance is None else SpmdMethod(self, instance)
 
@@ -77,6 +85,8 @@ class SpmdFunction:
         outer = tracing()
         if outer is not None:
             return self._nested(outer, instance, args, kwargs)
+        if isinstance(self._options.mesh, Controller):
+            return self._options.mesh.call_program(self, instance, args, kwargs)
         bound, program = self._find(instance, args, kwargs)
         if program.executable is None:
             prepare(program)
@@ -104,6 +114,8 @@ class SpmdFunction:
                 state.accesses.setdefault(f"{id(access.space)} {access.text}", access)
 
     def _trace(self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        if isinstance(self._options.mesh, Controller):
+            return self._options.mesh.trace_program(self, instance, args, kwargs)
         bound, program = self._find(instance, args, kwargs)
         return Traced(program, Signature(self._bindings(instance)[0], bound.key, prepare))
 
@@ -248,7 +260,8 @@ def spmd(
     call is collective: all ranks of the mesh make the same calls in the same order.
 
     Args:
-        mesh: a ``DeviceMesh`` (`iris.mesh`) or `AbstractMesh`; None is all ranks as one axis.
+        mesh: a ``DeviceMesh`` (`iris.mesh`), an `AbstractMesh`, or an `iris.local_mesh`, with which the caller
+            passes and gets global tensors; None is all ranks as one axis.
         in_specs: a `P` (or DTensor placements) for each parameter, or a tree of them; None claims nothing.
         out_specs: the same for the result; a result that does not fit is an error.
         static_argnames: parameters taken as constants, compared by value.

@@ -178,6 +178,16 @@ def test_a_rank_that_never_starts_is_named():
     assert "for rank 1 of 3" in str(caught.value)
 
 
+def test_a_rank_that_returns_early_is_named():
+    def leave():
+        ctx = iris(1 << 20)
+        if ctx.cur_rank == 0:
+            ctx.barrier()
+
+    with pytest.raises(LaunchError, match="PeerError: rank 1 closed its context"):
+        launch(leave, 2, timeout=LIMIT)
+
+
 def test_a_pool_goes_on_after_failures():
     with RankPool(2) as pool:
         first = pool.run(_where)

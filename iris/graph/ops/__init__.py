@@ -92,9 +92,9 @@ def infer_node(
 ) -> tuple[TensorType, ...]:
     """Types of the outputs of ``op``.
 
-    ``args`` and ``attrs`` hold a `TensorType` where the node reads a value. ``locals`` is what tracing saw of each
-    output on the rank at ``ctx.coord``; collectives work it out themselves. TypeRuleError if the program uses a value
-    against its type.
+    ``args`` and ``attrs`` hold a `TensorType` where the node reads a value. ``locals`` is what
+    tracing saw of each output on the rank at ``ctx.coord``; collectives work it out themselves.
+    TypeRuleError if the program uses a value against its type.
     """
     rule = get_op(op)
     try:

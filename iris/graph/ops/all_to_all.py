@@ -17,8 +17,9 @@ from iris.graph.types import Mesh, TensorType
 class AllToAll(Op):
     """Move a split from one dim to another: ``f32[8/tp, 4] -> f32[8, 4/tp]``.
 
-    That is ``split_dim=1, concat_dim=0``. On any other value each rank sends chunk j of ``split_dim`` to rank j and
-    stacks what it gets along ``concat_dim``; where the two are one dim the result varies, and it must divide.
+    That is ``split_dim=1, concat_dim=0``. On any other value each rank sends chunk j of
+    ``split_dim`` to rank j and stacks what it gets along ``concat_dim``; where the two are one dim
+    the result varies, and it must divide.
     """
 
     name = "all_to_all"

@@ -1,7 +1,7 @@
 """What every op is made of, and the registry of them.
 
-One op, one file: contract with a type example, type rule, effects, reference over all ranks. The lowering of an op
-lives in `iris.lower` under the same name.
+One op, one file: contract with a type example, type rule, effects, reference over all ranks. The
+lowering of an op lives in `iris.lower` under the same name.
 """
 
 import enum
@@ -41,8 +41,8 @@ class Local:
 class InferContext:
     """Where types are inferred.
 
-    ``coord``: the rank whose local shapes are known. ``loc``: the user's line. ``sources``: name and line of every
-    value the node reads, in the order of `Node.uses`; only errors read them.
+    ``coord``: the rank whose local shapes are known. ``loc``: the user's line. ``sources``: name
+    and line of every value the node reads, in the order of `Node.uses`; only errors read them.
     """
 
     mesh: Mesh

@@ -138,8 +138,8 @@ def _has_mask(indices: Sequence[TensorType]) -> bool:
 class Placed(Op):
     """``x`` with some elements replaced: ``slice_scatter f32[8, 4/tp], f32[2, 4/tp] -> f32[8, 4/tp]``.
 
-    The result is laid out as ``x``; axes over which only the other operands differ make it varying. Not linear: the
-    replaced elements are no part of the sum.
+    The result is laid out as ``x``; axes over which only the other operands differ make it varying.
+    Not linear: the replaced elements are no part of the sum.
     """
 
     def __init__(self, name: str) -> None:

@@ -65,8 +65,8 @@ def raise_biased(
 class Matmul(Op):
     """``a @ b`` of two matrices, or of two batches: ``f32[8, 4/tp], f32[4/tp, 6] -> f32[8, 6]+tp``.
 
-    Rows, columns and batches keep their splits. Operands split alike on the summed dim give a partial value; split
-    differently, a varying one.
+    Rows, columns and batches keep their splits. Operands split alike on the summed dim give a
+    partial value; split differently, a varying one.
     """
 
     name = "matmul"
@@ -169,8 +169,8 @@ class Addmv(Addmm):
 class ScaledMm(Op):
     """A product of fp8 matrices with scales: ``f8e4m3fn[8, 4/tp], f8e4m3fn[4/tp, 6], ... -> bf16[8, 6]+tp``.
 
-    Each rank's scaled product is its part of the sum, whatever its scales; so scales of K-split operands may differ by
-    rank. ``args``: a, b, scale_a, scale_b, bias, scale_result, out_dtype.
+    Each rank's scaled product is its part of the sum, whatever its scales; so scales of K-split
+    operands may differ by rank. ``args``: a, b, scale_a, scale_b, bias, scale_result, out_dtype.
     """
 
     name: ClassVar[str] = "_scaled_mm"

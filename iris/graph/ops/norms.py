@@ -14,7 +14,8 @@ from iris.graph.types import Mesh, TensorType
 class LastDimsNorm(Op):
     """Layer and RMS norms: ``f32[8/tp, 4], (4,), f32[4] -> f32[8/tp, 4], f32[8/tp, 1]``.
 
-    Outer dims keep their split. A split normalised dim gives a varying value: each rank would norm its own shard.
+    Outer dims keep their split. A split normalised dim gives a varying value: each rank would norm
+    its own shard.
     """
 
     def __init__(self, name: str, centred: bool) -> None:

@@ -11,8 +11,8 @@ from iris.graph.types import TensorType
 class Opaque(Op):
     """Any op: ``f32[8, 4], f32[4] -> f32[3]`` of replicated inputs; ``f32[8/tp, 4] -> f32[3]~tp``.
 
-    The output is replicated if every input is, and varies over every axis over which an input is not. Partial inputs
-    are refused. A factory (no tensor inputs) gives a replicated value.
+    The output is replicated if every input is, and varies over every axis over which an input is
+    not. Partial inputs are refused. A factory (no tensor inputs) gives a replicated value.
     """
 
     def __init__(self, name: str) -> None:

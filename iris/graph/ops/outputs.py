@@ -27,9 +27,9 @@ def check_output(type: TensorType, spec: Spec, name: str, loc: str = "") -> None
 def check_outputs(outputs: Iterable[Output]) -> None:
     """Error naming every returned value whose out_spec claims what its type denies.
 
-    Denied are: a sum still due; a value that differs over an axis that the spec does not name; a split over an axis
-    that the spec puts elsewhere. A replicated or varying value may be claimed to be split: its ranks' values are
-    then the shards.
+    Denied are: a sum still due; a value that differs over an axis that the spec does not name; a
+    split over an axis that the spec puts elsewhere. A replicated or varying value may be claimed to
+    be split: its ranks' values are then the shards.
     """
     faults: list[str] = []
     helps: dict[str, None] = {}

@@ -80,7 +80,8 @@ STORAGE = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format",
 class Pointwise(Op):
     """An elementwise op with broadcasting: ``f32[8/tp, 4], f32[4] -> f32[8/tp, 4]``.
 
-    A split dim stays split where its local size is the output's. Splits that disagree give a varying value.
+    A split dim stays split where its local size is the output's. Splits that disagree give a
+    varying value.
     """
 
     def __init__(self, name: str, function: Function, linear: Linear = ()) -> None:

@@ -14,7 +14,8 @@ from iris.graph.types import Mesh, TensorType
 class ReduceScatter(Op):
     """Reduce over ``axis`` and split ``dim`` over it: ``f32[8, 4]+tp -> f32[8/tp, 4]``.
 
-    Uneven splits follow torch.chunk. Split or varying values are reduced elementwise, shard by shard.
+    Uneven splits follow torch.chunk. Split or varying values are reduced elementwise, shard by
+    shard.
     """
 
     name = "reduce_scatter"

@@ -1,7 +1,7 @@
 """The algebra that every type rule is written in.
 
-An op says where each dim of each operand goes: to an output dim, into a sum (a label), or nowhere (``None``, the
-ranks' values mix). `propagate` turns that into the type of the output.
+An op says where each dim of each operand goes: to an output dim, into a sum (a label), or nowhere
+(``None``, the ranks' values mix). `propagate` turns that into the type of the output.
 """
 
 import math
@@ -77,8 +77,9 @@ def propagate(
 ) -> TensorType:
     """Type of an output whose dims come from dims of the operands (None: a number).
 
-    Operands that meet in an output dim give it their split; where they disagree the value varies over those axes.
-    Operands split alike on a summed dim make the output partial. Partial operands are allowed where ``op`` is linear.
+    Operands that meet in an output dim give it their split; where they disagree the value varies
+    over those axes. Operands split alike on a summed dim make the output partial. Partial operands
+    are allowed where ``op`` is linear.
     """
     plain = TensorType(local.dtype, local.shape)
     if all(t is None or t.is_replicated for t in operands):
@@ -114,8 +115,8 @@ def settle(
 ) -> TensorType:
     """The type with these dims, as far as it holds.
 
-    An axis claimed by two dims, and a type whose shard is not what tracing saw, fall back to varying. An axis in
-    ``lost`` varies unless it splits a dim: a shard may hold anything.
+    An axis claimed by two dims, and a type whose shard is not what tracing saw, fall back to
+    varying. An axis in ``lost`` varies unless it splits a dim: a shard may hold anything.
     """
     claims = Counter(axis for _, axes in dims for axis in axes)
     lost = set(lost)
@@ -148,8 +149,9 @@ def carry_partial(
 ) -> tuple[set[str], set[str]]:
     """Axes over which the output is partial, and axes over which nothing is known any more.
 
-    A sum still due passes through where ``op`` is linear in just the operands that carry it. Where another operand
-    varies the user may be adding up parts by hand, so nothing is claimed. All else is an error.
+    A sum still due passes through where ``op`` is linear in just the operands that carry it. Where
+    another operand varies the user may be adding up parts by hand, so nothing is claimed. All else
+    is an error.
     """
     kept: set[str] = set()
     lost: set[str] = set()

@@ -35,8 +35,8 @@ class Stage(Op):
 class AllGatherMatmul(Stage):
     """``epilogue(all_gather(x) @ w, ...)``: ``bf16[64/tp, 8], bf16[8, 6/tp] -> bf16[64, 6/tp]``.
 
-    One gather, any number of products with it as the left operand, and their pointwise epilogues. The gathered value
-    is an output too where others read it.
+    One gather, any number of products with it as the left operand, and their pointwise epilogues.
+    The gathered value is an output too where others read it.
     """
 
     name = "all_gather_matmul"

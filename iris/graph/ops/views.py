@@ -23,7 +23,8 @@ from iris.graph.ops.rules import (
 )
 from iris.graph.types import Mesh, TensorType
 
-# Dims of an output, from the context, the operand, the call's other arguments and the output's local shape.
+# Dims of an output, from the context, the operand, the call's other arguments and the output's
+# local shape.
 DimRule = Callable[[InferContext, TensorType, Sequence[Any], tuple[int, ...]], list[Dim]]
 # One rank's outputs, from its arrays, the call's other arguments and this rank's output shapes.
 Function = Callable[[np.ndarray, Sequence[Any], Sequence[tuple[int, ...]]], list[np.ndarray]]
@@ -38,8 +39,8 @@ def reshape_dims(
 ) -> list[Dim]:
     """Dims are matched in groups of equal product: ``(2, 3, 8) -> (6, 8)`` is ``(2, 3) -> (6)``, ``(8) -> (8)``.
 
-    A group that is one dim on both sides keeps it. A merged or cut group stays split where its outermost dim is
-    split evenly, for then the shards of the whole are blocks of it.
+    A group that is one dim on both sides keeps it. A merged or cut group stays split where its
+    outermost dim is split evenly, for then the shards of the whole are blocks of it.
     """
     sizes, result = ctx.local(x), [(n, ()) for n in out]
     for inner, outer in dim_groups(sizes, out):
@@ -191,8 +192,8 @@ def repeat_dims(
 class View(Op):
     """A rearrangement of one value's elements: ``view f32[8/tp, 4, 2] -> f32[8/tp, 8]``.
 
-    Dims that pass through keep their split, and sums still due stay due. Slices of a split dim take the same rows of
-    every shard.
+    Dims that pass through keep their split, and sums still due stay due. Slices of a split dim take
+    the same rows of every shard.
     """
 
     def __init__(self, name: str, dims: DimRule, function: Function) -> None:
@@ -230,7 +231,8 @@ class View(Op):
 class Join(Op):
     """Values joined along a dim: ``cat f32[8, 4/tp], f32[2, 4/tp] -> f32[10, 4/tp]``.
 
-    Along a split dim every rank joins its own shards, which must be split alike and evenly to stay split.
+    Along a split dim every rank joins its own shards, which must be split alike and evenly to stay
+    split.
     """
 
     def __init__(self, name: str) -> None:

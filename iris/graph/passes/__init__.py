@@ -23,8 +23,8 @@ def run_passes(
 ) -> Graph:
     """``graph`` after ``passes``, verified before the first and after each.
 
-    ``seen`` is called with ``"import"`` and the graph, then with the name of each pass and what it gave. GraphError
-    if a pass breaks the graph.
+    ``seen`` is called with ``"import"`` and the graph, then with the name of each pass and what it
+    gave. GraphError if a pass breaks the graph.
     """
     verify(graph)
     if seen is not None:

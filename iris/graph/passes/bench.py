@@ -7,7 +7,8 @@ from iris.graph.nodes import Graph, Node, Ref
 from iris.graph.ops import effects
 from iris.graph.verify import external_uses
 
-# Nodes further apart than this are not brought together: it keeps fusing linear in the size of the graph.
+# Nodes further apart than this are not brought together: it keeps fusing linear in the size of
+# the graph.
 REACH = 1000
 
 
@@ -22,7 +23,8 @@ class Obstacle:
 class Bench:
     """The nodes of a graph by number, with makers and readers of every value.
 
-    Numbers do not change; ``slot`` gives the place of a node in the order. A contracted node takes a new number.
+    Numbers do not change; ``slot`` gives the place of a node in the order. A contracted node takes
+    a new number.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -75,8 +77,8 @@ class Bench:
     def _around(self, group: Collection[int]) -> tuple[list[int], list[int], Obstacle | None]:
         """Nodes between the first and the last of ``group``: which run before it, which after, and the obstacle.
 
-        What comes after a node of the group, by its data or by the order of effects, has to run after all of it, so
-        none of the group may need that.
+        What comes after a node of the group, by its data or by the order of effects, has to run
+        after all of it, so none of the group may need that.
         """
         made = {value.name for number in group for value in self.nodes[number].outputs}
         late: dict[str, Node] = {}  # values that can only be made after the group

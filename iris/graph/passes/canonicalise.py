@@ -16,8 +16,8 @@ COPIES = frozenset({"clone", "_to_copy"})
 def canonicalise(graph: Graph) -> Graph:
     """``t(t(x)) => x``, ``view(view(x)) => view(x)``, ``clone(x) => x``; nodes nobody reads go.
 
-    Nodes with effects stay, read or not. A copy stays where the caller could tell: its memory reaches an output, or
-    its strides may not be those of what it copies.
+    Nodes with effects stay, read or not. A copy stays where the caller could tell: its memory
+    reaches an output, or its strides may not be those of what it copies.
     """
     return drop_dead(fold(graph))
 

@@ -10,8 +10,9 @@ from iris.graph.passes.memory import exposed
 def dedupe(graph: Graph) -> Graph:
     """``a = f(x); b = f(x) => a = f(x)`` with ``b`` read as ``a``, for ``f`` pure or all_gather.
 
-    Other effects stay as they are. The graph is the same on all ranks, so a gather goes on all of them or on none.
-    Two outputs of the program never become one tensor: a pure node is then run twice, a gathered value cloned.
+    Other effects stay as they are. The graph is the same on all ranks, so a gather goes on all of
+    them or on none. Two outputs of the program never become one tensor: a pure node is then run
+    twice, a gathered value cloned.
     """
     names = congruence(graph)
     if not names:

@@ -64,7 +64,8 @@ def _meets(operand: Shape, shape: Shape) -> bool:
 def grow(bench: Bench, core: Collection[int], seeds: Iterable[str]) -> set[int]:
     """Nodes that run in the epilogue of ``seeds``, values that ``core`` makes.
 
-    Everything pointwise that follows them, unless the core cannot wait for it; up to values with a reader outside.
+    Everything pointwise that follows them, unless the core cannot wait for it; up to values with a
+    reader outside.
     """
     values, found = set(seeds), set(core)
     inside = {value.name for number in core for value in bench.nodes[number].outputs}

@@ -33,11 +33,11 @@ class Unfused:
 
 def fuse(graph: Graph) -> Graph:
     """``all_gather(x) @ w => all_gather_matmul(x, w)``, ``reduce_scatter(a @ b) => matmul_reduce_scatter(a, b)``,
-    ``norm(all_reduce(a @ b) + r) => matmul_all_reduce(a, b, r)``, ``all_gather(a @ b) => matmul_all_gather(a, b)``,
-    ``norm(all_reduce(x) + r) => all_reduce_norm(x, r)``.
+    ``norm(all_reduce(a @ b) + r) => matmul_all_reduce(a, b, r)``, ``all_gather(a @ b) =>
+    matmul_all_gather(a, b)``, ``norm(all_reduce(x) + r) => all_reduce_norm(x, r)``.
 
-    A stage's body is the very nodes it stands for. Nodes come together only where that breaks neither a dependency
-    nor the order of effects.
+    A stage's body is the very nodes it stands for. Nodes come together only where that breaks
+    neither a dependency nor the order of effects.
     """
     return fuse_and_report(graph)[0]
 

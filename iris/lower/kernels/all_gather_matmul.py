@@ -36,6 +36,7 @@ from iris.lower.kernels.protocol import (
     meet,
     peer,
     publish,
+    team,
     ticket,
     wait_members,
 )
@@ -82,9 +83,9 @@ def _emit(env, tiles, row, column, epilogue, T: tl.constexpr):
 @device_function
 def _weight(index, a, b, b2, N, out, K, plan, number, wait_for, epilogue, args, T: tl.constexpr):
     flags, M, shard, epoch, state, limit = wait_for
-    heads, table, scratch, counts = plan
+    heads, table, scratch, counts, members = plan
     env = (flags, M, shard, epoch, state, limit, N, out, args)
-    plan = (heads + 2 * index * tl.num_programs(0), table, scratch, counts)
+    plan = (heads + 3 * index, table, scratch, counts, epoch, members)
     run_segments(a, b, b2, K, plan, number, _begin, _emit, nothing, env, epilogue, T)
 
 
@@ -109,7 +110,7 @@ def _kernel(
         else:
             a = (a_desc, M, ld, 1, half)
         wait_for = (mine, M, shard, epoch, state, limit)
-        plan = (heads, table, scratch, counts)
+        plan = (heads, table, scratch, counts, team(state))
         w0 = (b0, N0, b0_row, b0_k)
         w1 = (b1, N1, b1_row, b1_k)
         w2 = (b2, N2, b2_row, b2_k)

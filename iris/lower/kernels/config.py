@@ -78,6 +78,7 @@ class Tiling:
     a_mode: int = 0
     b_mode: int = 0
     out_tma: bool = False
+    announced: bool = False  # other ranks wait for tiles
     meet: bool = False  # a shard is empty: wait for all members all the same
     run: int = 1  # blocks of rows that are summed after one wait
     one_shot: bool = False  # sums: parts go to all members

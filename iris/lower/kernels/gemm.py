@@ -10,6 +10,11 @@ A stage gives three device functions and a tuple ``env`` that only they look int
 ``begin(env, row, column, T)`` before the first load of a segment of the tile at output element (row, column);
 ``emit(env, tiles, row, column, epilogue, T)`` for every finished piece of output, [block_m, block_n / pieces] at that element, where
 ``tiles`` are the accumulators of the two weights of a pair, or the one twice; ``done(env, row, column, T)`` after the last piece of a tile.
+
+NOTE [Cut tiles]
+Each part of a cut tile is stored in scratch memory, slice by slice, and counted. If all programs take part in this launch, each has
+one part at most: it waits for the others (they have started), and adds up every ``parts``-th piece of columns. Else the program that
+comes last adds up all of them. Either way parts are added in their order. Counters only grow, as flags do.
 """
 
 import triton.language as tl
@@ -126,51 +131,87 @@ def _add_parts(scratch, space, parts, weight, column, T: tl.constexpr):
 
 
 @device_function
-def _emit_parts(env, scratch, space, parts, row, column, emit, epilogue, T: tl.constexpr):
-    BN: tl.constexpr = T.block_n
+def _emit_parts(env, scratch, space, parts, row, column, at, stride, emit, epilogue, T: tl.constexpr):
+    """Add up the parts of the columns ``at``, ``at + stride``, ... of a tile, and emit them."""
     C: tl.constexpr = T.block_n // T.pieces
-    at = parts * 0
+    BN: tl.constexpr = T.block_n
     while at < BN:
         first = _add_parts(scratch, space, parts, 0, at, T)
         second = first
         if T.zipped == 2:
             second = _add_parts(scratch, space, parts, 1, at, T)
         emit(env, (first, second), row, column + at, epilogue, T)
-        at += C
+        at += stride
 
 
 @device_function
-def _flush(env, accs, segment, cut_space, row, column, emit, done, epilogue, T: tl.constexpr):
-    """Emit a whole tile; of a cut tile store this part, and let the program that finishes it last add up the parts."""
-    table, scratch, counts = cut_space
-    at = table + segment * SEGMENT_WORDS
+def _join(env, accs, at, parts, plan, row, column, emit, done, epilogue, T: tl.constexpr):
+    """Store a part of a cut tile; add up and emit the columns that fall to this program (NOTE [Cut tiles])."""
+    _, _, scratch, counts, epoch, team = plan
+    C: tl.constexpr = T.block_n // T.pieces
+    part = tl.load(at + 4)
+    space = tl.load(at + 6)
+    count = counts + 2 * tl.load(at + 7)
+    goal = parts * (epoch + 1)
+    _store_part(accs, scratch, space + part, T)
+    together()
+    seen = tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") + 1
+    whole_team = team == tl.num_programs(0)
+    share = whole_team.to(tl.int32)
+    if whole_team:
+        while seen - goal < 0:
+            seen = tl.atomic_add(count, 0, sem="acquire", scope="gpu")
+        _emit_parts(env, scratch, space, parts, row, column, part * C, parts * C, emit, epilogue, T)
+    elif seen == goal:
+        share = parts
+        _emit_parts(env, scratch, space, parts, row, column, part * 0, C, emit, epilogue, T)
+    if T.announced:
+        together()
+        emitted = tl.atomic_add(count + 1, share, sem="acq_rel", scope="gpu") + share
+        if (share > 0) & (emitted == goal):
+            done(env, row, column, T)
+
+
+@device_function
+def _flush(env, accs, segment, plan, row, column, emit, done, epilogue, T: tl.constexpr):
+    at = plan[1] + segment * SEGMENT_WORDS
     parts = tl.load(at + 5)
     if parts == 1:
         _emit_tile(env, accs, row, column, emit, epilogue, T)
         done(env, row, column, T)
     else:
-        space = tl.load(at + 6)
-        _store_part(accs, scratch, space + tl.load(at + 4), T)
-        count = counts + tl.load(at + 7)
-        together()
-        if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == parts - 1:
-            tl.store(count, 0)
-            _emit_parts(env, scratch, space, parts, row, column, emit, epilogue, T)
-            done(env, row, column, T)
+        _join(env, accs, at, parts, plan, row, column, emit, done, epilogue, T)
+
+
+@device_function
+def _share(heads, table, number, team, depth):
+    """This program's first segment of a weight, and its steps in all of them."""
+    first = tl.load(heads)
+    cut = tl.load(heads + 1)
+    end = tl.load(heads + 2)
+    start = first + (number - first % team + team) % team
+    tiles = tl.maximum(0, (cut - start + team - 1) // team)
+    steps = tiles * depth
+    segment = start + tiles * team
+    while segment < end:
+        steps += tl.load(table + segment * SEGMENT_WORDS + 3)
+        segment += team
+    return start, tl.where(number < team, steps, 0)
 
 
 @device_function
 def run_segments(a, b, b2, K, plan, number, begin, emit, done, env, epilogue, T: tl.constexpr):
     """Compute this program's segments of ``a @ b.T`` (and ``a @ b2.T`` where ``T.zipped`` is 2).
 
-    ``plan = (heads, table, scratch, counts)``, see `iris.lower.kernels.schedule`; ``a`` and ``b`` as in ``load_tile``, with ``a[4]``
-    the row of the source where output row 0 is.
+    ``plan = (heads, table, scratch, counts, epoch, team)``, see `iris.lower.kernels.schedule` and ``protocol.team``; ``a`` and ``b`` as
+    in ``load_tile``, with ``a[4]`` the row of the source where output row 0 is.
     """
     BM: tl.constexpr = T.block_m
     BN: tl.constexpr = T.block_n
-    heads, table, scratch, counts = plan
-    segment = tl.load(heads + 2 * number) - 1
-    steps = tl.load(heads + 2 * number + 1)
+    heads, table, _, _, _, team = plan
+    depth = tl.maximum(1, tl.cdiv(K, T.block_k))
+    segment, steps = _share(heads, table, number, team, depth)
+    segment -= team
     step = -1
     row = 0
     column = 0
@@ -181,7 +222,7 @@ def run_segments(a, b, b2, K, plan, number, begin, emit, done, env, epilogue, T:
     for _ in tl.range(0, steps):
         step = tl.where(step == count - 1, 0, step + 1)
         if step == 0:
-            segment += 1
+            segment += team
             row = tl.load(table + segment * SEGMENT_WORDS) * BM
             column = tl.load(table + segment * SEGMENT_WORDS + 1) * BN
             first = tl.load(table + segment * SEGMENT_WORDS + 2)
@@ -194,7 +235,7 @@ def run_segments(a, b, b2, K, plan, number, begin, emit, done, env, epilogue, T:
             y = load_tile(b2, column, k, K, T.block_n, T.block_k, T.b_mode)
             acc2 = _dot(x, y, acc2, T)
         if step == count - 1:
-            _flush(env, (acc, acc2), segment, (table, scratch, counts), row, column, emit, done, epilogue, T)
+            _flush(env, (acc, acc2), segment, plan, row, column, emit, done, epilogue, T)
             acc = tl.zeros((BM, BN), T.acc)
             acc2 = tl.zeros((BM, BN), T.acc)
 

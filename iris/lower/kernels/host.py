@@ -186,5 +186,5 @@ class Share:
             heads,
             table,
             torch.empty(max(1, size), dtype=acc, device=device),
-            torch.zeros(max(1, schedule.cuts), dtype=torch.int32, device=device),
+            torch.zeros(max(1, 2 * schedule.cuts), dtype=torch.int32, device=device),
         )

@@ -26,7 +26,7 @@ from iris.lower.kernels.host import (
     shard_rows,
     tiles_of,
 )
-from iris.lower.kernels.protocol import all_started, enter, leave, peer, publish, ticket, wait
+from iris.lower.kernels.protocol import enter, leave, peer, publish, team, ticket, wait
 from iris.lower.kernels.sums import announce_tile, finish_sum, no_news, send_piece, sum_rows
 
 
@@ -104,25 +104,24 @@ def _kernel(
         env = (half + rank * slot_rows, shard, M, N, ld, staging, flags, rank, epoch)
         left = (a, M, a_row, a_k, 0)
         right = (b, N, b_row, b_k)
-        run_segments(left, right, right, K, (heads, table, scratch, counts), number, nothing, _emit, _done, env, identity, T)
-        if all_started(state):
-            mine = peer(flags, rank, tl.int32)
-            slots = peer(staging, rank, T.dtype) + half * ld
-            sink = (out, out_row, out_column, M, N, args)
-            if T.one_shot:
-                sum_rows(M, 0, slots, M, M, N, ld, mine, epoch, state, limit, finish_sum, no_news, sink, after, T)
-            else:
-                m = tl.minimum(shard, M - rank * shard)
-                tiles = tl.cdiv(M, T.block_m) * tl.cdiv(N, T.block_n)
-                first_flag = T.world * (1 + tiles)
-                each = tl.cdiv(shard, T.run * T.rows) * tl.cdiv(N, T.columns)
-                sums_row = (epoch & 1).to(tl.int64) * T.world * shard
-                send = (sums_row + rank * shard, first_flag + rank * each, m, N, ld, sums, flags, epoch)
-                sum_rows(
-                    m, rank * shard, slots, shard, M, N, ld, mine, epoch, state, limit, _send_sum, _sent_sums, send, after, T
-                )
-                half_sums = peer(sums, rank, T.dtype) + sums_row * ld
-                _collect(half_sums, first_flag, shard, M, N, ld, mine, epoch, state, limit, rank, sink, after, T)
+        run_segments(left, right, right, K, (heads, table, scratch, counts, epoch, team(state)), number, nothing, _emit, _done, env, identity, T)
+        mine = peer(flags, rank, tl.int32)
+        slots = peer(staging, rank, T.dtype) + half * ld
+        sink = (out, out_row, out_column, M, N, args)
+        if T.one_shot:
+            sum_rows(M, 0, slots, M, M, N, ld, mine, epoch, state, limit, finish_sum, no_news, sink, after, T)
+        else:
+            m = tl.minimum(shard, M - rank * shard)
+            tiles = tl.cdiv(M, T.block_m) * tl.cdiv(N, T.block_n)
+            first_flag = T.world * (1 + tiles)
+            each = tl.cdiv(shard, T.run * T.rows) * tl.cdiv(N, T.columns)
+            sums_row = (epoch & 1).to(tl.int64) * T.world * shard
+            send = (sums_row + rank * shard, first_flag + rank * each, m, N, ld, sums, flags, epoch)
+            sum_rows(
+                m, rank * shard, slots, shard, M, N, ld, mine, epoch, state, limit, _send_sum, _sent_sums, send, after, T
+            )
+            half_sums = peer(sums, rank, T.dtype) + sums_row * ld
+            _collect(half_sums, first_flag, shard, M, N, ld, mine, epoch, state, limit, rank, sink, after, T)
         leave(state, epoch)
 
 
@@ -176,7 +175,7 @@ class MatmulAllReduce:
         one_shot = M <= cls.ONE_SHOT_ROWS if one_shot is None else one_shot
         config = config or default_config(M, N, dtype, device)
         part = part_dtype or (torch.int32 if dtype == torch.int8 else dtype)
-        T = part_tiling(config, W, dtype, part, M if one_shot else shard, N, device).with_modes(one_shot=one_shot)
+        T = part_tiling(config, W, dtype, part, M if one_shot else shard, N, device).with_modes(one_shot=one_shot, announced=True)
         row_bytes = round_up(N, 16) * part.itemsize
         parts = W * (M if one_shot else shard) * row_bytes
         sums = 0 if one_shot else W * shard * row_bytes

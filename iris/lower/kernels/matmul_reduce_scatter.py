@@ -26,7 +26,7 @@ from iris.lower.kernels.host import (
     shard_rows,
     tiles_of,
 )
-from iris.lower.kernels.protocol import all_started, enter, greet, leave, meet, peer
+from iris.lower.kernels.protocol import enter, greet, leave, meet, peer, team
 from iris.lower.kernels.sums import announce_tile, finish_sum, no_news, send_piece, sum_rows
 
 
@@ -58,17 +58,16 @@ def _kernel(
         env = (half + rank * shard, shard, M, N, ld, staging, flags, rank, epoch, args)
         left = (a, M, a_row, a_k, 0)
         right = (b, N, b_row, b_k)
-        plan = (heads, table, scratch, counts)
+        plan = (heads, table, scratch, counts, epoch, team(state))
         run_segments(left, right, right, K, plan, number, nothing, _emit, _done, env, epilogue, T)
-        if all_started(state):
-            mine = peer(flags, rank, tl.int32)
-            slots = peer(staging, rank, T.dtype) + half * ld
-            sink = (out, out_row, out_column, m, N, after_args)
-            sum_rows(
-                m, rank * shard, slots, shard, M, N, ld, mine, epoch, state, limit, finish_sum, no_news, sink, after, T
-            )
+        mine = peer(flags, rank, tl.int32)
+        slots = peer(staging, rank, T.dtype) + half * ld
+        sink = (out, out_row, out_column, m, N, after_args)
+        sum_rows(
+            m, rank * shard, slots, shard, M, N, ld, mine, epoch, state, limit, finish_sum, no_news, sink, after, T
+        )
         if T.meet:
-            meet(peer(flags, rank, tl.int32), number, epoch, state, limit, T.world, T.lanes)
+            meet(mine, number, epoch, state, limit, T.world, T.lanes)
         leave(state, epoch)
 
 
@@ -120,7 +119,7 @@ class MatmulReduceScatter:
         config = config or default_config(M, N, dtype, device)
         part = part_dtype or (torch.int32 if dtype == torch.int8 else dtype)
         T = part_tiling(config, group.size, dtype, part, shard_rows(M, group.size), N, device)
-        T = T.with_modes(meet=rows_of(M, group.size, group.size - 1) == 0)
+        T = T.with_modes(announced=True, meet=rows_of(M, group.size, group.size - 1) == 0)
         half = group.size * shard_rows(M, group.size) * round_up(N, 16) * part.itemsize
         what = f"matmul_reduce_scatter to [{M}, {N}]"
         workspace = Workspace(ctx, group, half, group.size * (1 + tiles_of(M, N, T)), what)

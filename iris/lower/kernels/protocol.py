@@ -8,9 +8,9 @@ overwrite what a peer still reads at e: it has passed its waits of e + 1, so eve
 rank publishes in every launch, be its shard empty, and every launch waits for every member (``meet`` where its work does not).
 
 NOTE [Progress]
-Nothing waits for a program that has not started. Programs take their number in the order they start (``enter``), and work that
-others wait for is either taken by ticket, or done before its program first waits. A program that would wait for the tiles of all
-programs of a launch does so only if all of them have started; else it leaves that work to those that start later.
+Nothing waits for a program that has not started; grids are now and then not wholly resident, with or without MPS partitions. Programs
+take their number in the order they start (``enter``). Work that others wait for is taken by ticket, or is shared among the *team*:
+the programs that have started by the time the first one asks. One that starts later finds no such work.
 """
 
 from typing import Any
@@ -25,8 +25,10 @@ EPOCH = tl.constexpr(0)
 STARTED = tl.constexpr(1)
 ARRIVED = tl.constexpr(2)
 FAILED = tl.constexpr(3)
-TICKETS = tl.constexpr(4)  # TICKETS + 2 i: tickets taken of work list i; TICKETS + 2 i + 1: items of it that are done
+TEAM = tl.constexpr(4)
+TICKETS = tl.constexpr(5)  # TICKETS + 2 i: tickets taken of work list i; TICKETS + 2 i + 1: items of it that are done
 STATE_WORDS = 16
+PATIENCE = tl.constexpr(0 if INTERPRETED.value else 8)
 
 
 
@@ -68,9 +70,18 @@ def leave(state, epoch):
 
 
 @device_function
-def all_started(state):
-    """True once every program of this launch has started, so that waiting for any of them is safe."""
-    return tl.atomic_add(state + STARTED, 0, sem="relaxed", scope="gpu") == tl.num_programs(0)
+def team(state):
+    """How many programs share the tiles of this launch; the same for all that ask.
+
+    Programs of a resident grid start within a microsecond; after a few looks the missing ones are left out.
+    """
+    looks = 0
+    started = tl.atomic_add(state + STARTED, 0, sem="relaxed", scope="gpu")
+    while (started < tl.num_programs(0)) & (looks < PATIENCE):
+        started = tl.atomic_add(state + STARTED, 0, sem="relaxed", scope="gpu")
+        looks += 1
+    before = tl.atomic_cas(state + TEAM, 0, started, sem="relaxed", scope="gpu")
+    return tl.where(before == 0, started, before)
 
 
 @device_function

@@ -1,9 +1,9 @@
-"""Who computes which part of which output tile: decided on the host, followed by the kernels.
+"""Which parts of which output tiles there are to compute: decided on the host, dealt out on the device.
 
-A *segment* is a run of steps along the contracted dim of one tile. A kernel's program with number ``p`` (in the order of starting)
-runs through its segments in one pipelined loop. Whole waves of tiles are dealt out one tile a program; what is left over is cut
-along the contracted dim into equal shares (stream-K), if that is shorter than one more wave. The program that finishes a cut tile
-last adds the parts in their order, so results do not depend on timing.
+A *segment* is a run of steps along the contracted dim of one tile. Program p of a team of R computes segments p, p + R, p + 2 R, ...
+of the list in one pipelined loop. The list has whole tiles first. Where the last wave of tiles would leave most programs idle, its
+tiles are cut along the contracted dim instead (split-K), so that all programs have a part. Cutting does not depend on the team, so
+neither do the bits of the results.
 """
 
 from collections.abc import Sequence
@@ -13,19 +13,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Steps that cutting a tile costs: storing a part and adding the parts, in units of one step of the loop.
+# Steps that a cut costs: storing a part, meeting, and adding the parts, in units of one step of the loop.
 CUT_COST = 12
-MIN_STEPS = 4
 SEGMENT_WORDS = 8
 
 
 class Segment(NamedTuple):
-    """Steps ``first .. first + count`` of tile (row, column) of ``weight``; ``part`` of ``parts`` of that tile.
+    """Steps ``first .. first + count`` of tile (row, column) of a product; ``part`` of ``parts`` of that tile.
 
     ``space`` is the tile's first place in the scratch memory for parts; ``cut`` numbers the cut tiles.
     """
 
-    weight: int
     row: int
     column: int
     first: int
@@ -47,91 +45,57 @@ def tile_order(rows: int, columns: int, group: int, first_row: int) -> list[tupl
 
 @dataclass(frozen=True)
 class Schedule:
-    """Segments of every program; what the kernels read is ``table`` and ``heads`` (see ``pack``)."""
+    """Segments of several weights, one weight after the other.
 
-    programs: tuple[tuple[Segment, ...], ...]
-    weights: int
-    parts: int  # places for parts in the scratch memory
-    cuts: int  # tiles that are cut
+    ``heads[i] = (first, cut, end)``: weight i has whole tiles ``first .. cut`` and parts of tiles ``cut .. end`` of ``segments``.
+    """
+
+    segments: tuple[Segment, ...]
+    heads: tuple[tuple[int, int, int], ...]
+    depth: int
+    parts: int
+    cuts: int
 
     def pack(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return ``heads`` int32[weights, programs, 2] (first segment, steps) and ``table`` int32[segments, 8]."""
-        heads, table = [], []
-        for weight in range(self.weights):
-            for program in self.programs:
-                mine = [segment for segment in program if segment.weight == weight]
-                heads.append((len(table), sum(segment.count for segment in mine)))
-                table += [segment[1:] for segment in mine]
+        """Return ``heads`` int32[weights, 3] and ``table`` int32[segments, 8]."""
+        table = self.segments or (Segment(0, 0, 0, 0),)
         return (
-            torch.tensor(heads, dtype=torch.int32, device=device),
-            torch.tensor(table or [(0,) * SEGMENT_WORDS], dtype=torch.int32, device=device),
+            torch.tensor(self.heads, dtype=torch.int32, device=device),
+            torch.tensor(table, dtype=torch.int32, device=device),
         )
 
 
 def make_schedule(
     orders: Sequence[Sequence[tuple[int, int]]], depth: int, programs: int, cut: bool = True
 ) -> Schedule:
-    """Share the tiles of several weights (one order each, run in this order) among ``programs``.
+    """The segments of the tiles of several weights (one order each), for ``programs`` programs.
 
     ``depth`` is the number of steps of a whole tile (at least 1).
     """
-    tiles = [(weight, *tile) for weight, order in enumerate(orders) for tile in order]
-    whole = _whole_tiles(len(tiles), depth, programs) if cut else len(tiles)
-    shares: list[list[Segment]] = [[] for _ in range(programs)]
-    for index, tile in enumerate(tiles[:whole]):
-        shares[index % programs].append(Segment(*tile, 0, depth))
-    parts, cuts = _deal_cut_tiles(tiles[whole:], depth, shares)
-    return Schedule(tuple(map(tuple, shares)), len(orders), parts, cuts)
-
-
-def _whole_tiles(tiles: int, depth: int, programs: int) -> int:
-    """How many of the tiles to deal out whole: all, or whole waves less one so that the rest can be shared evenly."""
-    left = tiles % programs
-    if left == 0:
-        return tiles
-    options = {tiles: -(-tiles // programs) * depth}
-    for whole in (tiles - left, tiles - left - programs):
-        if whole >= 0:
-            shared = -(-(tiles - whole) * depth // programs)
-            fan_in = -(-programs // (tiles - whole))
-            options[whole] = whole // programs * depth + shared + CUT_COST + CUT_COST * fan_in // 3
-    return min(options, key=lambda whole: options[whole])
-
-
-def _deal_cut_tiles(
-    tiles: Sequence[tuple[int, int, int]], depth: int, shares: list[list[Segment]]
-) -> tuple[int, int]:
-    """Cut the steps of ``tiles``, end to end, into one share a program. Returns how many parts and cut tiles that makes."""
-    total = len(tiles) * depth
-    if total == 0:
-        return 0, 0
-    bounds = _bounds(total, depth, len(shares))
-    pieces: list[list[tuple[int, int, int]]] = [[] for _ in tiles]  # (program, first, count) a tile
-    for program, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        while start < stop:
-            tile, first = divmod(start, depth)
-            count = min(stop - start, depth - first)
-            pieces[tile].append((program, first, count))
-            start += count
-    space = cuts = 0
-    for tile, cut in zip(tiles, pieces, strict=True):
-        parts = len(cut)
-        for part, (program, first, count) in enumerate(cut):
-            shares[program].append(Segment(*tile, first, count, part, parts, space, cuts))
-        if parts > 1:
+    total = sum(map(len, orders))
+    left = total % programs
+    parts = _parts(left, depth, programs) if cut else 1
+    whole = total - left if parts > 1 else total
+    segments: list[Segment] = []
+    heads = []
+    space = cuts = index = 0
+    for order in orders:
+        first = len(segments)
+        plain = order[: max(0, whole - index)]
+        segments += [Segment(*tile, 0, depth) for tile in plain]
+        edge = len(segments)
+        for tile in order[len(plain) :]:
+            bounds = [depth * part // parts for part in range(parts + 1)]
+            for part, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+                segments.append(Segment(*tile, start, stop - start, part, parts, space, cuts))
             space, cuts = space + parts, cuts + 1
-    return space, cuts
+        heads.append((first, edge, len(segments)))
+        index += len(order)
+    return Schedule(tuple(segments), tuple(heads), depth, space, cuts)
 
 
-def _bounds(total: int, depth: int, programs: int) -> list[int]:
-    """Ends of the shares, moved to a tile's edge where they would leave fewer than MIN_STEPS of it."""
-    bounds = []
-    for program in range(programs + 1):
-        bound = program * total // programs
-        rest = bound % depth
-        if rest < MIN_STEPS:
-            bound -= rest
-        elif depth - rest < MIN_STEPS:
-            bound += depth - rest
-        bounds.append(bound)
-    return bounds
+def _parts(tiles: int, depth: int, programs: int) -> int:
+    """Into how many parts to cut each of the ``tiles`` of the last wave; 1: do not."""
+    most = min(programs // tiles, depth) if tiles else 1
+    steps = -(-depth // most)
+    return most if most > 1 and steps + CUT_COST < depth else 1

@@ -95,7 +95,7 @@ def sum_rows(m, first_row, slots, slot_rows, M, N, ld, mine, epoch, state, limit
             rows = row + tl.arange(0, T.rows)
             mask = (rows < m)[:, None] & (columns < N)[None, :]
             at = rows.to(tl.int64)[:, None] * ld + columns[None, :]
-            total = sum_parts(slots, slot_rows.to(tl.int64) * ld, at, mask, T)
+            total = sum_parts(slots, tl.cast(slot_rows, tl.int64) * ld, at, mask, T)
             store(env, total, row, column, after, T)
             row += T.rows
         summed(env, item, T)

@@ -1,0 +1,208 @@
+"""Grouped-query attention, split over ranks by groups of heads, with rotary positions and a cache of keys and values."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from iris.errors import SpecError
+from iris.nn.linear import RowParallelLinear
+from iris.nn.shards import LinearSource, Place, Source, parameter
+from iris.spmd.collectives import all_gather
+from iris.spmd.modules import partition
+from iris.spmd.specs import P
+
+Norm = Callable[[Tensor], Tensor]
+
+
+class ParallelAttention(nn.Module):
+    """Causal attention ``[batch, rows, K] -> [batch, rows, K]``; each rank has whole groups, a key head and its queries.
+
+    Groups that do not divide are split as torch.chunk does, so some ranks may have fewer, or none. Where there are more
+    ranks than key heads and they divide, key heads are repeated, so that every rank has queries.
+
+    ``qkv`` holds, for each group, the rows of its queries, its key and its value. With ``sequence_parallel`` x and y are
+    ``[batch * rows / axis, K]``.
+
+    >>> attention = iris.nn.ParallelAttention.from_linear(q, k, v, o, heads=9, kv_heads=3)   # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        qkv: Tensor,
+        bias: Tensor | None,
+        out: RowParallelLinear,
+        *,
+        width: int,
+        scale: float | None = None,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+    ) -> None:
+        """Hold this rank's groups, ``[groups/axis, (queries + 2) * width, K]``; see `from_linear` to cut them."""
+        super().__init__()
+        self.qkv = parameter(qkv)
+        self.bias = None if bias is None else parameter(bias)
+        self.out, self.width, self.queries = out, width, qkv.shape[1] // width - 2
+        self.scale = width**-0.5 if scale is None else scale
+        self.q_norm, self.k_norm = q_norm, k_norm
+        partition(self, P(out.axis))
+
+    @classmethod
+    def from_linear(
+        cls,
+        q: LinearSource,
+        k: LinearSource,
+        v: LinearSource,
+        o: LinearSource,
+        *,
+        heads: int,
+        kv_heads: int,
+        scale: float | None = None,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+        axis: str = "tp",
+        mesh: DeviceMesh | None = None,
+        sequence_parallel: bool = False,
+    ) -> "ParallelAttention":
+        """Cut the four projections of an unsharded attention. SpecError where ``heads`` are no whole groups."""
+        place = Place.of(axis, mesh)
+        if heads % kv_heads or q.weight.shape[0] % heads:
+            raise SpecError(
+                f"{heads} query heads over {kv_heads} key heads, of {q.weight.shape[0]} rows, are no equal groups",
+                help="heads must be a multiple of kv_heads, and the rows a multiple of heads",
+            )
+        queries, width = heads // kv_heads, q.weight.shape[0] // heads
+        copies = place.size // kv_heads if place.size % kv_heads == 0 else 1
+        copies = copies if copies and queries % copies == 0 else 1
+        groups = range(*place.span(kv_heads * copies))
+        rows = queries // copies * width
+
+        def cut(part: Callable[[LinearSource], Source | None]) -> Tensor | None:
+            whole = part(q)
+            if whole is None:
+                return None
+            pieces = [_rows(whole, groups, rows)]
+            for linear in (k, v):
+                source = part(linear)
+                assert source is not None
+                pieces.append(_rows(source, [g // copies for g in groups], width))
+            return torch.cat(pieces, 1)
+
+        qkv, bias = cut(lambda linear: linear.weight), cut(lambda linear: linear.bias)
+        assert qkv is not None
+        out = RowParallelLinear(
+            place.take(o.weight, 1, rows).unflatten(1, (len(groups), rows)),
+            None if o.bias is None else o.bias[:].detach().clone(),
+            axis=axis,
+            mesh=mesh,
+            sequence_parallel=sequence_parallel,
+        )
+        return cls(qkv, bias, out, width=width, scale=scale, q_norm=q_norm, k_norm=k_norm)
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        past: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return y, and this call's keys and values ``[2, batch, groups/axis, rows, width]`` for a `KVCache`.
+
+        Args:
+            cos, sin: rotary embedding of the positions, ``[batch, rows, width]``.
+            past: a layer's keys and values so far, ``[2, batch, groups/axis, capacity, width]``.
+            mask: what is added to the scores, ``[batch, 1, rows, capacity + rows]``, needed with ``past``; None is
+                causal.
+        """
+        batch, rows = cos.shape[:2]
+        if self.out.sequence_parallel:
+            x = all_gather(x, self.out.axis, 0, size=batch * rows, mesh=self.out.mesh)
+        bias = None if self.bias is None else self.bias.flatten()
+        qkv = F.linear(x, self.qkv.flatten(0, 1), bias)
+        groups = self.qkv.shape[0]
+        qkv = qkv.view(batch, rows, groups, self.queries + 2, self.width).permute(0, 2, 3, 1, 4)
+        turned = rotate(self._normed(qkv[:, :, :-1]), cos, sin)
+        q, k, v = turned[:, :, :-1], turned[:, :, -1], qkv[:, :, -1]
+        found = attend(q, k, v, self.scale, past, mask)
+        joined = found.permute(0, 3, 1, 2, 4).reshape(*x.shape[:-1], groups * self.queries * self.width)
+        y = self.out.summed(F.linear(joined, self.out.weight.flatten(1)))
+        return y, torch.stack((k, v))
+
+    def _normed(self, qk: Tensor) -> Tensor:
+        """Queries and keys ``[batch, groups, queries + 1, rows, width]`` after the norms of their heads."""
+        if self.q_norm is None or self.k_norm is None:
+            return qk
+        return torch.cat((self.q_norm(qk[:, :, :-1]), self.k_norm(qk[:, :, -1:])), 2)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions: ``x [batch, groups, heads, rows, width]`` turned by angles ``[batch, rows, width]``.
+
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
+    """
+    left, right = x.chunk(2, -1)
+    turned = torch.cat((-right, left), -1)
+    return x * cos[:, None, None] + turned * sin[:, None, None]
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, past: Tensor | None, mask: Tensor | None
+) -> Tensor:
+    """Attention of ``q [batch, groups, queries, rows, width]`` over the past and these rows.
+
+    The past is read where it lies: scores over it and over the new rows are joined, not the keys.
+    """
+    if past is None:
+        keys, values = (t.unsqueeze(2).expand(q.shape).flatten(1, 2) for t in (k, v))
+        found = F.scaled_dot_product_attention(
+            q.flatten(1, 2), keys, values, mask, is_causal=mask is None, scale=scale
+        )
+        return found.view(q.shape)
+    assert mask is not None
+    capacity = past.shape[-2]
+    flat = q.flatten(2, 3) * scale
+    scores = torch.cat((flat @ past[0].mT, flat @ k.mT), -1).float().unflatten(2, q.shape[2:4])
+    weights = (scores + mask.unsqueeze(2)).softmax(-1).to(q.dtype).flatten(2, 3)
+    found = weights[..., :capacity] @ past[1] + weights[..., capacity:] @ v
+    return found.view(q.shape)
+
+
+def _rows(source: Source, heads: Iterable[int], rows: int) -> Tensor:
+    """Blocks of ``rows`` rows of ``source``, one for each of ``heads``: ``[heads, rows, ...]``."""
+    parts = [source[head * rows : (head + 1) * rows].detach() for head in heads]
+    if not parts:
+        return source[:rows].detach().unsqueeze(0)[:0]
+    return torch.stack(parts)
+
+
+class KVCache:
+    """Keys and values of all layers so far: ``tensor [layers, 2, batch, groups/axis, capacity, width]``.
+
+    ``length`` rows are in use. The capacity doubles when it is spent, so programs see few shapes.
+    """
+
+    FIRST = 64
+
+    def __init__(self, like: Tensor) -> None:
+        """An empty cache for keys and values of the layout of ``like``."""
+        self.length = 0
+        self.tensor = like.new_zeros(*like.shape[:-2], 0, like.shape[-1])
+
+    @property
+    def capacity(self) -> int:
+        """Rows that fit."""
+        return self.tensor.shape[-2]
+
+    def append(self, new: Tensor, rows: int) -> None:
+        """Add the first ``rows`` rows of ``new [layers, 2, batch, groups/axis, rows or more, width]``."""
+        stop = self.length + rows
+        if stop > self.capacity:
+            capacity = max(self.FIRST, 1 << (stop - 1).bit_length())
+            grown = new.new_zeros(*new.shape[:-2], capacity, new.shape[-1])
+            grown[..., : self.length, :] = self.tensor[..., : self.length, :]
+            self.tensor = grown
+        self.tensor[..., self.length : stop, :] = new[..., :rows, :]
+        self.length = stop

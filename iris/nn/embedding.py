@@ -1,0 +1,69 @@
+"""The two ends of a language model, split by the vocabulary."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from iris.graph.types import chunk_sizes
+from iris.nn.linear import ColumnParallelLinear
+from iris.nn.shards import Place, Source, parameter
+from iris.spmd.collectives import all_reduce, axis_index, axis_size, reduce_scatter
+from iris.spmd.modules import partition
+from iris.spmd.specs import P
+
+ParallelHead = ColumnParallelLinear
+"""The vocabulary-parallel head: outputs are words. ``gather_output=True`` gives every rank all logits."""
+
+
+class ParallelEmbedding(nn.Module):
+    """Rows of a table split by its words: ``i64[...] -> [..., width]``, the same on every rank.
+
+    Each rank looks up the words that it holds, and the sum over ranks is the result. With ``sequence_parallel`` the
+    indices are ``[M]`` and the result ``[M/axis, width]``. An index outside the table gives zeros.
+
+    >>> embed = iris.nn.ParallelEmbedding.from_weight(nn.Embedding(49152, 576).weight)   # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | nn.Parameter,
+        *,
+        words: int,
+        axis: str = "tp",
+        mesh: DeviceMesh | None = None,
+        sequence_parallel: bool = False,
+    ) -> None:
+        """Hold this rank's rows of a table of ``words`` rows; see `from_weight` to cut them."""
+        super().__init__()
+        self.words, self.axis, self.mesh = words, axis, mesh
+        self.sequence_parallel = sequence_parallel
+        self.weight = weight if isinstance(weight, nn.Parameter) else parameter(weight)
+        partition(self, P(axis))
+
+    @classmethod
+    def from_weight(
+        cls,
+        weight: Source,
+        *,
+        axis: str = "tp",
+        mesh: DeviceMesh | None = None,
+        sequence_parallel: bool = False,
+    ) -> "ParallelEmbedding":
+        """Copy this rank's rows of an unsharded table, or read them from a `Checkpoint`."""
+        rows, words = Place.of(axis, mesh).take(weight, 0), weight.shape[0]
+        return cls(rows, words=words, axis=axis, mesh=mesh, sequence_parallel=sequence_parallel)
+
+    def forward(self, index: Tensor) -> Tensor:
+        largest = chunk_sizes(self.words, axis_size(self.axis, mesh=self.mesh))[0]
+        here = index - axis_index(self.axis, mesh=self.mesh) * largest
+        held = len(self.weight)
+        if held:
+            known = (here >= 0) & (here < held)
+            found = F.embedding(here.clamp(0, held - 1), self.weight)
+            found = torch.where(known.unsqueeze(-1), found, 0.0)
+        else:
+            found = self.weight.new_zeros(*index.shape, self.weight.shape[1])
+        if self.sequence_parallel:
+            return reduce_scatter(found, self.axis, 0, mesh=self.mesh)
+        return all_reduce(found, self.axis, mesh=self.mesh)

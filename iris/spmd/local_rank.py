@@ -1,0 +1,411 @@
+"""A rank's side of a local mesh: it keeps programs, and runs them on its shards of global tensors."""
+
+import copy
+import functools
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from iris.errors import PeerError
+from iris.graph.types import Mesh, TensorType, chunk_sizes
+from iris.runtime import context
+from iris.runtime.segments import Address
+from iris.runtime.shared import SharedMemory
+from iris.runtime.worker import Failure
+from iris.spmd.decorator import SpmdFunction
+from iris.spmd.mesh import mesh as make_mesh
+from iris.spmd.program import Options, Program, prepare
+
+_STORE = 0x10CA1  # tag of the barrier between writing results and comparing them
+_LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
+_BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """What a fresh rank of a local mesh is told. ``names`` is None where programs name the one axis."""
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...] | None
+    heap_size: int
+    memory: Address
+
+
+@dataclass(frozen=True)
+class Settings:
+    """State of the caller's process that a program depends on."""
+
+    dtype: torch.dtype
+    knobs: tuple[tuple[str, str | None], ...]
+
+
+@dataclass(frozen=True)
+class Hole:
+    """Where tensor number ``index`` goes in a call."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A decorated function, by value."""
+
+    fn: Callable[..., Any]
+    options: Options
+    static: tuple[str, ...]
+    instance: Any
+
+
+@dataclass(frozen=True)
+class Binding:
+    """One signature: the call with holes, and the global type of the tensor in each."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    mesh: Mesh
+    types: tuple[TensorType, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call: which program and signature, and where its global tensors lie.
+
+    ``definition`` and ``binding`` are pickled, and there only while the rank does not have them.
+    ``outputs`` is None while the shapes of the results are not known.
+    """
+
+    program: int
+    signature: int
+    definition: bytes | None
+    binding: bytes | None
+    settings: Settings | None
+    forget: tuple[int, ...]
+    inputs: tuple[tuple[int, tuple[int, ...]], ...]  # offset, strides
+    outputs: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Meta:
+    """A tensor of a rank's result."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a rank holds after a call: its results, which wait for ``store``, and arguments written."""
+
+    value: Any  # with Meta in place of each tensor
+    written: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A replicated result that is not the same here as on the first rank."""
+
+    leaf: int
+    rank: int
+    count: int
+    size: int
+    where: tuple[int, ...]
+    here: Any
+    there: Any
+
+
+@dataclass
+class _Signature:
+    """A signature as this rank keeps it."""
+
+    binding: Binding
+    holes: list[tuple[int, int]]  # place among the leaves, tensor number
+    leaves: list[Any]
+    tree: pytree.TreeSpec
+    cuts: list[list[tuple[int, int, int]]]
+    program: Program | None = None  # of the last call whose results were stored
+    types: tuple[TensorType, ...] = ()  # of the results
+    results: list[Tensor] = field(default_factory=list)
+    shards: list[Tensor] = field(default_factory=list)
+    written: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _Host:
+    """All that this rank keeps for its mesh."""
+
+    memory: SharedMemory | None = None
+    mesh: DeviceMesh | None = None
+    shape: tuple[int, ...] = ()
+    functions: dict[int, tuple[SpmdFunction, Any]] = field(default_factory=dict)
+    signatures: dict[tuple[int, int], _Signature] = field(default_factory=dict)
+
+    def coordinate(self, mesh: Mesh) -> dict[str, int]:
+        """This rank's place along each axis; ranks are laid out row-major."""
+        rank, place = context.current().cur_rank, {}
+        for name, size in reversed(mesh.axes):
+            rank, place[name] = divmod(rank, size)
+        return place
+
+
+@functools.cache
+def _host() -> _Host:
+    return _Host()
+
+
+def rank_mesh() -> DeviceMesh | None:
+    """What a pickled local mesh becomes on its ranks."""
+    return _host().mesh
+
+
+def _task(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``fn`` stop at the caller's Ctrl-C, and describe its failure by the user's frames."""
+
+    @functools.wraps(fn)
+    def task(*args: Any) -> Any:
+        try:
+            with _interruptible():
+                return fn(*args)
+        except BaseException as error:
+            return _failure(error)
+
+    return task
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _failure(error: BaseException) -> Failure:
+    headline = context.describe(error)
+    found = context.current_or_none()
+    if found is not None:
+        found.fail(headline)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    notes = "\n".join(getattr(error, "__notes__", ()))
+    text = "".join(traceback.format_list(own or frames)) + notes
+    return Failure(headline, text, isinstance(error, PeerError), True, _pickled(error))
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:
+        return None
+    return data
+
+
+@_task
+def enter(welcome: Welcome) -> None:
+    """Join the world of a mesh."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    context.iris(welcome.heap_size)
+    host = _host()
+    host.memory = SharedMemory.open(welcome.memory)
+    host.shape = welcome.shape
+    if welcome.names is not None:
+        host.mesh = make_mesh(welcome.shape, welcome.names)
+
+
+@_task
+def run_plain(settings: Settings | None, call: bytes) -> Any:
+    """Run a plain function."""
+    _apply(settings)
+    fn, args, kwargs = pickle.loads(call)
+    return fn(*args, **kwargs)
+
+
+@_task
+def run_program(request: Request) -> Returned | list[Difference] | None:
+    """Run a program. Its results are stored at once where the caller knew their shapes."""
+    signature = _signature(request)
+    program, tensors = _bind(request, signature)
+    if program.executable is None:
+        prepare(program)
+    names = [value.name for value in program.graph.inputs]
+    written = [names.index(name) for name, _ in program.graph.writes]
+    signature.written = {index: tensors[index].clone() for index in written}
+    result = program([signature.written.get(i, tensor) for i, tensor in enumerate(tensors)])
+    signature.shards = tensors
+    signature.results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    if request.outputs is not None and program is signature.program:
+        return _store(signature, request.outputs)
+    signature.program = program
+    described = pytree.tree_map_only(Tensor, lambda t: Meta(t.dtype, tuple(t.shape)), result)
+    return Returned(described, tuple(written))
+
+
+@_task
+def store(
+    program: int, signature: int, types: tuple[TensorType, ...], outputs: tuple[int, ...]
+) -> list[Difference]:
+    """Write the results of the last call to the caller's tensors, and remember their types."""
+    kept = _host().signatures[program, signature]
+    kept.types = types
+    return _store(kept, outputs)
+
+
+@_task
+def trace_program(request: Request) -> tuple[Program, Any] | None:
+    """Trace a call. Rank 0 returns the program without what runs it, and the structure of the result."""
+    program, _ = _bind(request, _signature(request))
+    if context.current().cur_rank != 0:
+        return None
+    shown = copy.copy(program)
+    shown.options = replace(program.options, mesh=None)
+    shown.leaves = tuple(replace(leaf, value=None) for leaf in program.leaves)
+    shown.captured, shown.executable = (), None
+    shown.__dict__.pop("runner", None)
+    del shown.out_tree  # does not pickle without a warning
+    places = list(range(len(program.outputs)))
+    return shown, pytree.tree_unflatten(places, program.out_tree)
+
+
+def _apply(settings: Settings | None) -> None:
+    if settings is None:
+        return
+    torch.set_default_dtype(settings.dtype)
+    for name, value in settings.knobs:
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
+def _signature(request: Request) -> _Signature:
+    """Take in what is new in a request."""
+    host = _host()
+    _apply(request.settings)
+    for number in request.forget:
+        host.functions.pop(number, None)
+        for key in [key for key in host.signatures if key[0] == number]:
+            del host.signatures[key]
+    if request.definition is not None:
+        new: Definition = pickle.loads(request.definition)
+        host.functions[request.program] = (
+            SpmdFunction(new.fn, new.options, new.static),
+            new.instance,
+        )
+    if request.binding is not None:
+        binding: Binding = pickle.loads(request.binding)
+        host.signatures[request.program, request.signature] = _keep(binding, host)
+    return host.signatures[request.program, request.signature]
+
+
+def _keep(binding: Binding, host: _Host) -> _Signature:
+    leaves, tree = pytree.tree_flatten((binding.args, binding.kwargs))
+    holes = [(place, leaf.index) for place, leaf in enumerate(leaves) if isinstance(leaf, Hole)]
+    place = host.coordinate(binding.mesh)
+    cuts = [cut(type_, binding.mesh, place) for type_ in binding.types]
+    return _Signature(binding, holes, leaves, tree, cuts)
+
+
+def _bind(request: Request, signature: _Signature) -> tuple[Program, list[Tensor]]:
+    """The program of a call, and this rank's shards of its tensors."""
+    host, binding = _host(), signature.binding
+    assert host.memory is not None
+    device = context.current().device
+    shards = []
+    for (offset, stride), type_, dtype, pieces in zip(
+        request.inputs, binding.types, binding.dtypes, signature.cuts, strict=True
+    ):
+        whole = host.memory.tensor(offset, dtype, type_.shape, stride)
+        shards.append(narrowed(whole, pieces).to(device))
+    for place, index in signature.holes:
+        signature.leaves[place] = shards[index]
+    args, kwargs = pytree.tree_unflatten(signature.leaves, signature.tree)
+    function, instance = host.functions[request.program]
+    bound, program = function._find(instance, args, kwargs)
+    return program, bound.tensors
+
+
+def cut(type_: TensorType, mesh: Mesh, place: dict[str, int]) -> list[tuple[int, int, int]]:
+    """Which part of a global tensor the rank at ``place`` holds: ``(dim, start, length)`` for each split dim."""
+    pieces = []
+    for dim, (size, axes) in enumerate(zip(type_.shape, type_.spec, strict=True)):
+        start = 0
+        for axis in axes:
+            sizes = chunk_sizes(size, mesh.size(axis))
+            start, size = start + sum(sizes[: place[axis]]), sizes[place[axis]]
+        if axes:
+            pieces.append((dim, start, size))
+    return pieces
+
+
+def narrowed(whole: Tensor, pieces: Sequence[tuple[int, int, int]]) -> Tensor:
+    """A view of the part that ``cut`` found."""
+    for dim, start, length in pieces:
+        whole = whole.narrow(dim, start, length)
+    return whole
+
+
+def _store(signature: _Signature, outputs: Sequence[int]) -> list[Difference]:
+    """Write this rank's parts of the results, and of arguments written; compare what is replicated."""
+    host, ctx = _host(), context.current()
+    assert host.memory is not None
+    mesh, types = signature.binding.mesh, signature.types
+    place = host.coordinate(mesh)
+    parts = []
+    for local, offset, type_ in zip(signature.results, outputs, types, strict=True):
+        stride = torch.empty(type_.shape, device="meta").stride()
+        whole = host.memory.tensor(offset, local.dtype, type_.shape, stride)
+        parts.append((type_, narrowed(whole, cut(type_, mesh, place)), local))
+    for index, local in signature.written.items():
+        parts.append((signature.binding.types[index], signature.shards[index], local))
+    if signature.written:
+        ctx.world.sync(_STORE, "read the arguments")
+    for type_, shared, local in parts:
+        if not any(place[axis] for axis in mesh.names if type_.replicated_over(axis)):
+            shared.copy_(local)
+    if not any(_is_copied(type_, mesh) for type_, _, _ in parts):
+        return []
+    ctx.world.sync(_STORE, "store the results")
+    found = [
+        _difference(number, shared, local)
+        for number, (type_, shared, local) in enumerate(parts)
+        if _is_copied(type_, mesh)
+    ]
+    return [difference for difference in found if difference is not None]
+
+
+def _is_copied(type_: TensorType, mesh: Mesh) -> bool:
+    """Whether several ranks hold the same part of a value."""
+    return any(size > 1 and type_.replicated_over(axis) for axis, size in mesh.axes)
+
+
+def _difference(leaf: int, there: Tensor, here: Tensor) -> Difference | None:
+    """Compare bit for bit."""
+    here = here.cpu()
+    unequal = _bits(here) != _bits(there)
+    if not unequal.any():
+        return None
+    where = unequal.nonzero()[0].tolist()[: here.dim()]
+    point = tuple(where)
+    values = here[point].item(), there[point].item()
+    rank, count = context.current().cur_rank, int(unequal.sum())
+    return Difference(leaf, rank, count, here.numel(), point, *values)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_BIT_TYPES[tensor.itemsize])
