@@ -6,9 +6,10 @@ from iris.graph.printing import format_arg
 
 
 def congruence(graph: Graph) -> dict[str, str]:
-    """For each value that repeats an earlier one, the name of the first: same op, same arguments, no effects.
+    """For each value that repeats an earlier one (same op, same arguments), the name of the first.
 
-    Gathers count too: gathering one value twice gives the same twice. Bodies of stages are not
+    Nodes with effects repeat nothing, but for gathers: one value gathered twice gives the same
+    twice. Bodies of stages are not
     looked into.
     """
     first: dict[str, str] = {}
@@ -24,7 +25,7 @@ def congruence(graph: Graph) -> dict[str, str]:
 
 
 def _key(node: Node, first: dict[str, str]) -> tuple[object, ...]:
-    """What two nodes must share to be equal. As text, for 1, 1.0, True and 0.0, -0.0 are equal in Python."""
+    """What equal nodes share. As text, for in Python 1, 1.0 and True are equal, and 0.0 and -0.0."""
     args = [*node.args, *(arg for _, arg in node.attrs)]
     if first:
         args = [map_refs(arg, lambda name: Ref(first.get(name, name))) for arg in args]

@@ -5,7 +5,7 @@ fusion cannot change the meaning, and the unfused form of every stage is at hand
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from iris.graph.types import Mesh, TensorType
 
@@ -68,6 +68,8 @@ class Graph:
     """A program: inputs, nodes in order, outputs (None and constants allowed), and in-place writes.
 
     ``writes`` holds ``(input name, value name)``: at the end the caller's tensor takes that value.
+    ``coord`` is the place of the rank that traced it, () the first: where shards are uneven, sizes among the arguments of
+    nodes are that rank's.
     """
 
     name: str
@@ -76,6 +78,12 @@ class Graph:
     nodes: tuple[Node, ...]
     outputs: tuple[Arg, ...]
     writes: tuple[tuple[str, str], ...] = ()
+    coord: tuple[tuple[str, int], ...] = field(default=(), compare=False)
+
+    @property
+    def place(self) -> dict[str, int]:
+        """The coordinate of the rank that traced it."""
+        return dict(self.coord) or self.mesh.origin
 
     @property
     def types(self) -> dict[str, TensorType]:

@@ -1,4 +1,4 @@
-"""Runs a graph in numpy on all ranks, in one process: the meaning that every pass and lowering must keep."""
+"""Runs a graph in numpy on all ranks, in one process: what passes and lowerings must keep."""
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from iris.graph.types import Mesh, TensorType
 
 
 class Result(NamedTuple):
-    """Outputs in order (constants as they are) and, by input name, what the caller's tensors hold afterwards."""
+    """Outputs in order, constants as they are; and by input name, what in-place writes leave there."""
 
     outputs: list[Any]
     writes: dict[str, PerRank]

@@ -23,13 +23,14 @@ def verify(graph: Graph, before: Graph | None = None) -> None:
         raise GraphError("\n  ".join([f"graph {graph.name} is malformed", *faults]))
 
 
-def infer_types(node: Node, types: Mapping[str, TensorType], mesh: Mesh) -> tuple[TensorType, ...]:
+def infer_types(
+    node: Node, types: Mapping[str, TensorType], mesh: Mesh, place: Mapping[str, int]
+) -> tuple[TensorType, ...]:
     """Types of the outputs of ``node`` by its rule, given the types of all values that it reads."""
-    origin = mesh.origin
-    locals = [Local(v.type.dtype, v.type.local_shape(mesh, origin)) for v in node.outputs]
+    locals = [Local(v.type.dtype, v.type.local_shape(mesh, place)) for v in node.outputs]
     args = [typed(arg, types) for arg in node.args]
     attrs = {key: typed(arg, types) for key, arg in node.attrs}
-    return infer_node(node.op, InferContext(mesh, origin, node.loc), args, attrs, locals)
+    return infer_node(node.op, InferContext(mesh, place, node.loc), args, attrs, locals)
 
 
 def typed(arg: Arg, types: Mapping[str, TensorType]) -> TypedArg:
@@ -97,7 +98,7 @@ def _type_faults(graph: Graph, before: Graph | None) -> Iterable[str]:
         if id(node) in seen and all(old.get(name) == types[name] for name in node.uses):
             continue
         try:
-            inferred = infer_types(node, types, graph.mesh)
+            inferred = infer_types(node, types, graph.mesh, graph.place)
         except IrisError as error:
             yield f"{_at(node)}: {error.message}"
             continue
@@ -122,7 +123,7 @@ def _effect_faults(before: Graph, after: Graph) -> Iterable[str]:
 
 
 def _effects_of(graph: Graph) -> dict[str, Node]:
-    """Nodes with effects in order, by the name of their first output (or their place, without one)."""
+    """Nodes with effects in order, by the name of their first output, or their place without one."""
     table = {}
     for node in walk(graph.nodes):
         if not node.body and effects(node):

@@ -1,4 +1,4 @@
-"""Ranks for an interactive session: output comes with the call, Ctrl-C stops it, a death is kept."""
+"""Ranks for an interactive session: their output comes with the call, and Ctrl-C stops it."""
 
 import os
 import pickle
@@ -23,19 +23,16 @@ class _Output:
     """What one rank writes to one of its outputs, shown line by line with its rank."""
 
     def __init__(self, label: str, stream: str) -> None:
-        self._reader, self.writer = os.pipe()
-        os.set_blocking(self._reader, False)
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.reader, False)
         self._label = label
         self._stream = stream  # by name: a notebook replaces sys.stdout
         self._rest = b""
 
-    def fileno(self) -> int:
-        return self._reader
-
     def relay(self) -> bool:
         """Show whole lines. Return whether anything came."""
         try:
-            data = os.read(self._reader, _CHUNK)
+            data = os.read(self.reader, _CHUNK)
         except BlockingIOError:
             return False
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -57,7 +54,7 @@ class _Output:
 
     def close(self) -> None:
         self.close_writer()
-        os.close(self._reader)
+        os.close(self.reader)
 
     def _show(self, lines: Sequence[bytes]) -> None:
         stream = getattr(sys, self._stream)
@@ -70,8 +67,8 @@ class _Output:
 class Session(RankPool):
     """A pool whose ranks keep state for the user, so that none is replaced in silence.
 
-    What ranks write appears during the call, each line with its rank. Ctrl-C interrupts the ranks and
-    leaves them usable. After a death every call raises ``PeerError`` until ``restart``.
+    What ranks write appears during the call, each line with its rank. Ctrl-C interrupts the ranks
+    and leaves them usable. After a death every call raises ``PeerError`` until ``restart``.
 
     Example::
 
@@ -88,8 +85,8 @@ class Session(RankPool):
     def call(self, name: str, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Run ``fn(*args)`` on every rank and return the results in rank order.
 
-        Raises the error itself where all ranks raise the same ``IrisError``; ``LaunchError`` with every
-        failing rank's frames for any other; ``KeyboardInterrupt`` after Ctrl-C.
+        Raises the error itself where all ranks raise the same ``IrisError``; ``LaunchError`` with
+        every failing rank's frames for any other; ``KeyboardInterrupt`` after Ctrl-C.
         """
         message = dumps((dumps((fn, args, {})), ()))
         self._stop_by = None
@@ -151,9 +148,11 @@ class Session(RankPool):
         end = None if seconds is None else time.monotonic() + seconds
         while True:
             try:
-                ready = wait([*channels, *self._shown], self._left(end))
+                ready = wait(
+                    [*channels, *(output.reader for output in self._shown)], self._left(end)
+                )
                 for output in self._shown:
-                    if output in ready:
+                    if output.reader in ready:
                         output.relay()
             except KeyboardInterrupt:
                 self._interrupt(channels)

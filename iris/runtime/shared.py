@@ -48,7 +48,7 @@ class SharedMemory:
 
 
 class SharedArena(SharedMemory):
-    """The controller's side: allocates in the segment. A block is free again when its last tensor is gone.
+    """The controller's side: allocates. A block is free again when its last tensor is gone.
 
     The segment is as large as the machine's memory, but pages exist only once they are touched.
 

@@ -285,16 +285,9 @@ def _axes(trace: TraceContext, axis: Axis | None, group: GroupLike | None) -> tu
         if mesh is not None and len(mesh.shape.names) == 1:
             return mesh.shape.names
         return trace.bind("world")[1]
-    ranks = current().group(group).ranks
-    for names in (
-        () if mesh is None else [(name,) for name in mesh.shape.names] + [mesh.shape.names]
-    ):
-        if mesh is not None and mesh.members(names) == ranks:
-            return names
-    raise SpecError(
-        f"{trace.name}: ranks {ranks} are no axis of the mesh ({mesh.shape if mesh else 'none'})",
-        help="inside a program name a mesh axis, or give @iris.spmd a mesh that has these ranks",
-    )
+    if mesh is None:
+        mesh = trace.bind("world")[0]
+    return mesh.axes_over(current().group(group).ranks)
 
 
 def _group(axis: Axis | None, group: GroupLike | None, mesh: DeviceMesh | None) -> Group:

@@ -2,7 +2,7 @@
 
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from iris.graph.ops import infer_node
 from iris.graph.ops.base import InferContext, Local
 from iris.graph.types import Mesh, TensorType
 from iris.lower.dtypes import dtype_name
+from iris.spmd import recognised
 from iris.spmd.tracing import Output, Traced
 
 RENAMED = {"mm": "matmul", "bmm": "matmul"}
@@ -33,6 +34,7 @@ class Importer:
     mesh: Mesh
     coord: Mapping[str, int]
     device: torch.device
+    axes_over: Callable[[tuple[int, ...]], tuple[str, ...]]
     calls: Sequence[Any] = ()
     known: Mapping[int, Value] = field(default_factory=dict)  # by id of a tensor read from outside
     nodes: list[Node] = field(default_factory=list)
@@ -42,7 +44,7 @@ class Importer:
     _env: dict[Any, Arg] = field(default_factory=dict)
     _types: dict[str, TensorType] = field(default_factory=dict)
     _makers: dict[str, str] = field(default_factory=dict)
-    _captured_names: list[str] = field(default_factory=list)
+    _captured_names: dict[int, str] = field(default_factory=dict)  # by id of the tensor
     _count: int = 0
     _seen: int = 0
 
@@ -52,7 +54,15 @@ class Importer:
         values = self._results(traced.module.graph)
         outputs = tuple(self._output(output, values, inputs) for output in traced.outputs)
         writes = tuple(self.writes.items())
-        return Graph(self.name, self.mesh, tuple(self.inputs), tuple(self.nodes), outputs, writes)
+        return Graph(
+            self.name,
+            self.mesh,
+            tuple(self.inputs),
+            tuple(self.nodes),
+            outputs,
+            writes,
+            tuple(self.coord.items()),
+        )
 
     def advance(self, module: Any, graph: torch.fx.Graph, inputs: Sequence[Value]) -> None:
         """Import the nodes of ``graph`` that came since the last time; ``module`` holds its tensors."""
@@ -79,19 +89,20 @@ class Importer:
         self._env[node] = Ref(value.name)
         self._types[value.name] = value.type
 
-    def _capture(self, node: Any, tensor: Tensor) -> None:
+    def _capture(self, node: Any, tensor: Any) -> None:
         """A tensor from outside becomes one more input, however often it is read."""
-        for index, known in enumerate(self.captured):
-            if known is tensor:
-                self._env[node] = Ref(self._captured_names[index])
-                return
+        if not isinstance(tensor, Tensor):  # a process group, say: the op that takes it decides
+            return
+        if id(tensor) in self._captured_names:
+            self._env[node] = Ref(self._captured_names[id(tensor)])
+            return
         literal = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
         varying = () if literal else self.mesh.names
         type_ = TensorType(dtype_name(tensor.dtype), tuple(tensor.shape), varying=varying)
         value = self.known.get(id(tensor)) or Value(f"captured{len(self.captured)}", type_)
         self._bind_input(node, value)
         self.captured.append(tensor)
-        self._captured_names.append(value.name)
+        self._captured_names[id(tensor)] = value.name
 
     def _call(self, node: Any) -> None:
         if node.target is operator.getitem:
@@ -102,6 +113,12 @@ class Importer:
         if node.target is torch.ops.iris.call.default:
             self._inline(node)
             return
+        if node.target is torch.ops._c10d_functional.wait_tensor.default:
+            self._env[node] = self._env[node.args[0]]
+            return
+        if node.target.namespace == "c10d":
+            name = node.target._schema.name.partition("::")[2]
+            raise recognised.refusal(self.name, name, node.meta.get("loc", ""))
         op, args, attrs = self._operation(node)
         if op == "copy_" and self._is_input(args[0]):
             assert isinstance(args[0], Ref) and isinstance(args[1], Ref)
@@ -182,7 +199,11 @@ class Importer:
         args = tuple(self._arg(arg) for arg in node.args)
         attrs = tuple((key, self._arg(arg)) for key, arg in node.kwargs.items())
         if space == "iris":
-            return collective(name, args)
+            return recognised.own(name, args)
+        if space == "_c10d_functional":
+            found = recognised.functional(name, args, self.axes_over)
+            if found is not None:
+                return found
         overload = target._overloadname
         if overload not in ("default", ""):
             name = f"{name}.{overload}"
@@ -212,26 +233,3 @@ class Importer:
             return Ref(inputs[output.item].name)
         return None
 
-
-def collective(
-    name: str, args: tuple[Arg, ...]
-) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
-    """``iris::name(x, axis, ...)`` as a graph op: axis names apart, local sizes left to the types."""
-    fields = {
-        "all_gather": ("axis", "dim"),
-        "reduce_scatter": ("axis", "dim", "op"),
-        "all_reduce": ("axis", "op"),
-        "all_to_all": ("axis", "split_dim", "concat_dim"),
-        "broadcast": ("axis", "src"),
-        "ppermute": ("axis", "perm"),
-        "axis_index": ("axis",),
-    }[name]
-    operands, rest = (args[:1], args[1:]) if name != "axis_index" else ((), args)
-    attrs = dict(zip(fields, rest, strict=False))
-    axes = tuple(str(attrs["axis"]).split(","))
-    attrs["axis"] = axes[0] if len(axes) == 1 else axes
-    if name == "ppermute":
-        flat = attrs["perm"]
-        assert isinstance(flat, tuple)
-        attrs["perm"] = tuple(zip(flat[::2], flat[1::2], strict=True))
-    return name, operands, tuple(attrs.items())

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -77,9 +77,10 @@ class _Entry:
 class LocalMesh(Controller):
     """Ranks of this host, kept alive between calls. Made by :func:`local_mesh`.
 
-    A function decorated with ``@iris.spmd(mesh=mesh, in_specs=..., out_specs=...)`` takes and returns global
-    tensors: each rank gets its shards by ``in_specs``, and results are put together by ``out_specs``. Tensors that the
-    mesh returned are in shared memory and are handed to the ranks without a copy.
+    A function decorated with ``@iris.spmd(mesh=mesh, in_specs=..., out_specs=...)`` takes and
+    returns global tensors: each rank gets its shards by ``in_specs``, and results are put together
+    by ``out_specs``. Tensors that the mesh returned are in shared memory and go to the ranks
+    without a copy.
     """
 
     def __init__(
@@ -112,8 +113,8 @@ class LocalMesh(Controller):
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on every rank, where ``iris.current()`` is its context.
 
-        Returns the results in rank order. Arguments and results are copied. Raises LaunchError with the frames of
-        every rank that fails.
+        Returns the results in rank order. Arguments and results are copied. Raises LaunchError with
+        the frames of every rank that fails.
 
         >>> mesh.run(lambda: iris.current().get_rank())      # doctest: +SKIP
         [0, 1, 2, 3]
@@ -121,8 +122,7 @@ class LocalMesh(Controller):
         name = getattr(fn, "__name__", type(fn).__name__)
         with self._lock:
             call = dumps((fn, args, kwargs))
-            answers = self._call(name, local_rank.run_plain, self._changed_settings(), call)
-        return answers
+            return self._call(name, local_rank.run_plain, self._changed_settings(), call)
 
     def restart(self) -> None:
         """End all ranks and start new ones. What functions kept on the old ones is lost."""
@@ -232,7 +232,7 @@ class LocalMesh(Controller):
         """The entry and the signature of a call, made where they are new."""
         binder, _ = function._bindings(instance)
         bound = binder.bind(args, kwargs)
-        function._check_grad(bound)
+        _check_grad(function._options.name, bound)
         entry = self._entry(function, instance)
         signature = entry.signatures.get(bound.key)
         if signature is None:
@@ -242,7 +242,7 @@ class LocalMesh(Controller):
         return entry, signature, bound
 
     def _entry(self, function: SpmdFunction, instance: Any) -> _Entry:
-        """What the ranks have of a function; a new number where it, or what it reads, has changed."""
+        """What the ranks have of a function; a new one where it, or what it reads, has changed."""
         key = id(function), id(instance)
         entry, version = self._entries.get(key), _version(function, instance)
         if entry is not None and entry.version == version:
@@ -267,7 +267,7 @@ class LocalMesh(Controller):
         options, (binder, _) = function._options, function._bindings(instance)
         if options.out_specs is None:
             raise SpecError(
-                f"{options.name}: a local mesh puts results together by out_specs, and there are none",
+                f"{options.name}: a local mesh joins results by out_specs, and there are none",
                 help="give @iris.spmd(out_specs=...) a P for each result",
             )
         mesh = self._mesh(function)
@@ -368,10 +368,10 @@ def local_mesh(
         shape: the number of ranks, or ranks along each axis.
         names: one name an axis; one axis needs none and is called as the specs call it.
         heap_size: bytes of symmetric heap on each rank.
-        env: variables to add to the ranks' environment: a mapping, or a function from rank to mapping.
+        env: adds to the ranks' environment: a mapping, or a function from rank to mapping.
 
-    Raises SpecError where names and shape do not fit. CPU ranks where there is no GPU; otherwise ranks take the GPUs
-    in turn, or share one.
+    Raises SpecError where names and shape do not fit. Ranks are CPU processes where there is no
+    GPU; otherwise they take the GPUs in turn, or share one.
 
     >>> mesh = iris.local_mesh(4)                            # doctest: +SKIP
     >>> @iris.spmd(mesh=mesh, in_specs=P("tp"), out_specs=P())
@@ -426,9 +426,17 @@ def _check_claims(name: str, leaves: Sequence[Leaf]) -> None:
     ]
     if wrong:
         raise SpecError(
-            f"{name}: a local mesh splits and joins global tensors, and cannot tell how for {len(wrong)}\n  "
+            f"{name}: {len(wrong)} global tensors cannot be split or joined\n  "
             + "\n  ".join(wrong),
             help="give each a P: P('tp') splits dim 0, P() is the whole tensor on every rank",
+        )
+
+
+def _check_grad(name: str, bound: Bound) -> None:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in bound.tensors):
+        raise UnsupportedError(
+            f"{name}: an argument requires grad, and a local mesh does not differentiate",
+            help="call it under torch.no_grad(), or differentiate inside the program",
         )
 
 
@@ -436,13 +444,13 @@ def _check_equal(name: str, results: _Results, differences: Sequence[Difference]
     if not differences:
         return
     lines = [
-        f"{_title(results, d.leaf)} on rank {d.rank} differs from rank 0's in {d.count} of {d.size} elements, "
-        f"first at {list(d.where)}: {d.here!r} and {d.there!r}"
+        f"{_title(results, d.leaf)} on rank {d.rank}: {d.count} of {d.size} elements differ "
+        f"from the first rank's, at {list(d.where)}: {d.here!r} and {d.there!r}"
         for d in differences
     ]
     raise TypeRuleError(
         f"{name}: a replicated result is not the same on all ranks\n  " + "\n  ".join(lines),
-        help="split it by its out-spec, or find what differs: random numbers, or state kept by a rank",
+        help="split it by its out-spec, or find what differs: random numbers, or state of a rank",
     )
 
 

@@ -1,4 +1,4 @@
-"""A rank's side of a local mesh: it keeps programs, and runs them on its shards of global tensors."""
+"""A rank's side of a local mesh: it keeps programs, and runs them on shards of global tensors."""
 
 import copy
 import functools
@@ -35,7 +35,7 @@ _BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Welcome:
-    """What a fresh rank of a local mesh is told. ``names`` is None where programs name the one axis."""
+    """What a fresh rank is told. ``names`` is None where programs name the one axis."""
 
     shape: tuple[int, ...]
     names: tuple[str, ...] | None
@@ -107,7 +107,7 @@ class Meta:
 
 @dataclass(frozen=True)
 class Returned:
-    """What a rank holds after a call: its results, which wait for ``store``, and arguments written."""
+    """Results that wait on the rank for ``store``, and which arguments the program wrote to."""
 
     value: Any  # with Meta in place of each tensor
     written: tuple[int, ...]
@@ -267,7 +267,7 @@ def store(
 
 @_task
 def trace_program(request: Request) -> tuple[Program, Any] | None:
-    """Trace a call. Rank 0 returns the program without what runs it, and the structure of the result."""
+    """Trace a call. Rank 0 returns the program, bare, and the structure of its result."""
     program, _ = _bind(request, _signature(request))
     if context.current().cur_rank != 0:
         return None
@@ -339,7 +339,7 @@ def _bind(request: Request, signature: _Signature) -> tuple[Program, list[Tensor
 
 
 def cut(type_: TensorType, mesh: Mesh, place: dict[str, int]) -> list[tuple[int, int, int]]:
-    """Which part of a global tensor the rank at ``place`` holds: ``(dim, start, length)`` for each split dim."""
+    """What the rank at ``place`` holds of a tensor: ``(dim, start, length)`` of each split dim."""
     pieces = []
     for dim, (size, axes) in enumerate(zip(type_.shape, type_.spec, strict=True)):
         start = 0
@@ -359,7 +359,7 @@ def narrowed(whole: Tensor, pieces: Sequence[tuple[int, int, int]]) -> Tensor:
 
 
 def _store(signature: _Signature, outputs: Sequence[int]) -> list[Difference]:
-    """Write this rank's parts of the results, and of arguments written; compare what is replicated."""
+    """Write this rank's parts of results and written arguments; compare what is replicated."""
     host, ctx = _host(), context.current()
     assert host.memory is not None
     mesh, types = signature.binding.mesh, signature.types

@@ -101,3 +101,14 @@ class ProgramMesh:
     def size(self, axes: tuple[str, ...]) -> int:
         """Ranks along ``axes`` together."""
         return math.prod(self.shape.size(a) for a in axes)
+
+    def axes_over(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
+        """The axes along which these global ranks lie. SpecError if there are none."""
+        names = self.shape.names
+        for axes in (*((name,) for name in names), *itertools.permutations(names)):
+            if self.members(axes) == ranks:
+                return axes
+        raise SpecError(
+            f"ranks {ranks} are no axis of the mesh {self.shape}",
+            help="inside a program name a mesh axis, or give @iris.spmd a mesh that has these ranks",
+        )

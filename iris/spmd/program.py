@@ -291,7 +291,13 @@ class Compiler:
         if len(self.held_types) < len(self.held):  # no axis was named before the trace
             self._type_held(self._local_types(self.held, mesh))
         return Importer(
-            self.name, mesh.shape, dict(mesh.coord), device, context.calls, self.held_types
+            self.name,
+            mesh.shape,
+            dict(mesh.coord),
+            device,
+            mesh.axes_over,
+            context.calls,
+            self.held_types,
         )
 
     def _import(

@@ -473,7 +473,7 @@ def test_grad_is_refused_clearly():
     with pytest.raises(iris.UnsupportedError) as caught:
         f(x)
     assert str(caught.value) == (
-        "f: an argument requires grad, and programs do not differentiate yet\n"
+        "f: an argument or parameter requires grad, and programs do not differentiate yet\n"
         "help: call it under torch.no_grad() or torch.inference_mode()"
     )
     with torch.no_grad():

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from iris.demo import __main__ as demo
-from iris.demo import block
+from iris.demo import __main__ as demo, block
 from iris.demo.model import SmolLM2
 
 pytestmark = pytest.mark.ranks

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 
 import iris
@@ -382,3 +383,39 @@ def test_identical_gathers_are_done_once(ranks):
         for i in range(3):
             assert torch.equal(outs[i], whole @ small_integers((3, 3), 7 + i))
         assert torch.equal(outs[3], whole)
+
+
+def _functional_collectives():
+    ctx = iris.iris(1 << 22)
+    rank, world = ctx.cur_rank, ctx.num_ranks
+    group = torch.distributed.group.WORLD
+
+    @iris.spmd(in_specs=(P("tp", None), P(None, "tp"), P("tp", None)), out_specs=P("tp", None))
+    def mlp(x, up, down):
+        h = F.relu(funcol.all_gather_tensor(x, 0, group) @ up)
+        return funcol.reduce_scatter_tensor(h @ down, "sum", 0, group)
+
+    @iris.spmd
+    def total(x):
+        return funcol.all_reduce(x, "avg", group)
+
+    @iris.spmd
+    def in_place(x):
+        torch.distributed.all_reduce(x)
+        return x
+
+    x, up, down = small_integers((4, 6)), small_integers((6, 8), 1), small_integers((8, 6), 2)
+    for _ in range(3):
+        y = mlp(shard(x, 0, rank, world), shard(up, 1, rank, world), shard(down, 0, rank, world))
+        assert torch.equal(y, shard(F.relu(x @ up) @ down, 0, rank, world))
+        assert total(torch.full((2,), 2.0 * rank)).tolist() == [1.0, 1.0]
+    with pytest.raises(iris.TraceError) as caught:
+        in_place(x)
+    stages = mlp.trace(*(shard(t, d, rank, world) for t, d in ((x, 0), (up, 1), (down, 0))))
+    return [node.op for node in stages.lower().graph.nodes], str(caught.value)
+
+
+def test_functional_collectives_of_torch(ranks):
+    for ops, text in ranks(2).run(_functional_collectives):
+        assert ops == ["all_gather_matmul", "matmul_reduce_scatter"]
+        assert "works in place and cannot be traced" in text

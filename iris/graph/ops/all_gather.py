@@ -5,11 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from iris.errors import TypeRuleError
 from iris.graph.nodes import Node
 from iris.graph.ops.base import Effect, InferContext, Local, Op, PerRank, TypedArg, register
 from iris.graph.ops.groups import group_axes, group_dim, per_group, reject_partial
-from iris.graph.ops.rules import axes_of, group_size, settle, where
+from iris.graph.ops.rules import axes_of, group_size, refuse, settle
 from iris.graph.types import Mesh, TensorType
 
 
@@ -52,18 +51,16 @@ class AllGather(Op):
             return
         over = " and ".join(map(repr, axes))
         if set(axes) <= {*x.spec[dim], *x.varying}:
-            raise TypeRuleError(
-                "\n".join(
-                    [
-                        f"all_gather: dim {dim} is split over {x.spec[dim]}, and {over} is not the "
-                        "inner part of that",
-                        *where(ctx, [x]),
-                    ]
-                ),
-                help=f"gather over {x.spec[dim]} in one call, or the last of them first",
+            refuse(
+                ctx,
+                [x],
+                f"all_gather: dim {dim} of {x} is split over more than {over}, and not innermost",
+                help=f"gather over {x.spec[dim]} in one call, or over the last of them first",
             )
-        raise TypeRuleError(
-            "\n".join([f"all_gather: dim {dim} of {x} is not split over {over}", *where(ctx, [x])]),
+        refuse(
+            ctx,
+            [x],
+            f"all_gather: dim {dim} of {x} is not split over {over}",
             help="drop this all_gather, or gather a dim written `n/axis` in the type",
         )
 

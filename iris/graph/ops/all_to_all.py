@@ -5,11 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from iris.errors import TypeRuleError
 from iris.graph.nodes import Node
 from iris.graph.ops.base import Effect, InferContext, Local, Op, PerRank, TypedArg, register
 from iris.graph.ops.groups import cut, group_axes, group_dim, per_group, without_axes
-from iris.graph.ops.rules import axes_of, group_size, shard_sizes, where
+from iris.graph.ops.rules import axes_of, group_size, refuse, shard_sizes
 from iris.graph.types import Mesh, TensorType
 
 
@@ -44,13 +43,10 @@ class AllToAll(Op):
             local = local.with_dim(concat, local.shape[concat] * size, local.spec[concat])
             return (local.with_dim(split, local.shape[split], axes),)
         if local.spec[split] or local.shape[split] % size:
-            raise TypeRuleError(
-                "\n".join(
-                    [
-                        f"all_to_all: dim {split} does not divide into {size} equal chunks",
-                        *where(ctx, [x]),
-                    ]
-                ),
+            refuse(
+                ctx,
+                [x],
+                f"all_to_all: dim {split} does not divide into {size} equal chunks",
                 help=f"pad dim {split} to a multiple of {size}, or choose another split_dim",
             )
         local = local.with_dim(split, local.shape[split] // size, ())

@@ -12,7 +12,7 @@ from iris.graph.types import Mesh, TensorType
 
 
 class Attention(Op):
-    """Attention over ``[batch, heads, rows, width]``: ``f32[2, 8/tp, 5, 4] (q, k, v) -> f32[2, 8/tp, 5, 4]``.
+    """Attention over ``[batch, heads, rows, width]``: ``f32[2, 8/tp, 5, 4] -> f32[2, 8/tp, 5, 4]``.
 
     Batch and heads keep their split, rows that of q. Split keys or widths give a varying value.
     """

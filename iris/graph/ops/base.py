@@ -67,7 +67,7 @@ class Op:
         attrs: Mapping[str, TypedArg],
         locals: Sequence[Local],
     ) -> tuple[TensorType, ...]:
-        """Types of the outputs. ``locals``: what tracing saw (or the recorded types say) of each output."""
+        """Types of the outputs. ``locals``: what tracing saw, or recorded types say, of each."""
         raise NotImplementedError
 
     def reference(

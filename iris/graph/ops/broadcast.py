@@ -1,14 +1,12 @@
 """broadcast: one rank's value for all."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from iris.errors import TypeRuleError
 from iris.graph.nodes import Node
 from iris.graph.ops.base import Effect, InferContext, Local, Op, PerRank, TypedArg, register
 from iris.graph.ops.groups import group_axes, per_group, reject_partial, without_axes
-from iris.graph.ops.rules import axes_of, group_size, where
+from iris.graph.ops.rules import axes_of, group_size, refuse
 from iris.graph.types import Mesh, TensorType
 
 
@@ -29,12 +27,14 @@ class Broadcast(Op):
         x, axes, src = args[0], group_axes(self.name, ctx, attrs), attrs.get("src", 0)
         size = group_size(ctx.mesh, axes)
         if not 0 <= src < size:
-            raise TypeRuleError(
-                "\n".join([f"broadcast: src={src} in a group of {size} ranks", *where(ctx, [x])]),
+            refuse(
+                ctx,
+                [x],
+                f"broadcast: src={src} in a group of {size} ranks",
                 help=f"src counts ranks of the group, from 0 to {size - 1}",
             )
         reject_partial(self.name, ctx, x, axes)
-        return (replace(without_axes(self.name, ctx, x, axes), partial=x.partial),)
+        return (without_axes(self.name, ctx, x, axes),)
 
     def reference(
         self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh

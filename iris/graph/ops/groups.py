@@ -1,4 +1,4 @@
-"""What the collectives share: groups of ranks over mesh axes, in types and in the numpy reference."""
+"""What the collectives share: groups of ranks over mesh axes, in types and in the reference."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from iris.errors import TypeRuleError
 from iris.graph.ops.base import InferContext, PerRank
-from iris.graph.ops.rules import Dim, axes_of, group_size, operand_names, shape_dim, where
+from iris.graph.ops.rules import Dim, axes_of, group_size, operand_names, refuse, shape_dim
 from iris.graph.types import Mesh, TensorType
 
 REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -43,10 +42,7 @@ def group_axes(op: str, ctx: InferContext, attrs: Mapping[str, Any]) -> tuple[st
     unknown = [axis for axis in axes if axis not in ctx.mesh.names]
     if unknown or len(set(axes)) < len(axes):
         what = f"the mesh has no axis {unknown[0]!r}" if unknown else f"an axis twice in {axes}"
-        raise TypeRuleError(
-            "\n".join([f"{op}: {what}", *([f"  at {ctx.loc}"] if ctx.loc else [])]),
-            help=f"axes of this mesh: {ctx.mesh}",
-        )
+        refuse(ctx, [], f"{op}: {what}", help=f"axes of this mesh: {ctx.mesh}")
     return axes
 
 
@@ -54,10 +50,8 @@ def group_dim(op: str, ctx: InferContext, x: TensorType, attrs: Mapping[str, Any
     """The checked dim argument ``key`` of a collective, counted from the front."""
     dim, ndim = int(attrs[key]), len(x.shape)
     if not -ndim <= dim < ndim:
-        raise TypeRuleError(
-            "\n".join([f"{op}: {key}={dim} of a value with {ndim} dims", *where(ctx, [x])]),
-            help=f"{key} goes from {-ndim} to {ndim - 1}" if ndim else "give the value a dim first",
-        )
+        help = f"{key} goes from {-ndim} to {ndim - 1}" if ndim else "give the value a dim first"
+        refuse(ctx, [x], f"{op}: {key}={dim} of a value with {ndim} dims", help)
     return shape_dim(dim, ndim)
 
 
@@ -66,15 +60,9 @@ def reject_partial(op: str, ctx: InferContext, x: TensorType, axes: Sequence[str
     due = [axis for axis in axes if axis in x.partial]
     if due:
         over = " and ".join(map(repr, due))
-        raise TypeRuleError(
-            "\n".join(
-                [
-                    f"{op}: {operand_names(ctx, [x])[0]} is a partial sum over {over}",
-                    *where(ctx, [x]),
-                ]
-            ),
-            help=f"all_reduce or reduce_scatter it over {over} first",
-        )
+        name = operand_names(ctx, [x])[0]
+        help = f"all_reduce or reduce_scatter {name} over {over} first"
+        refuse(ctx, [x], f"{op}: {name} is a partial sum over {over}", help)
 
 
 def without_axes(op: str, ctx: InferContext, x: TensorType, axes: Sequence[str]) -> TensorType:
@@ -86,10 +74,9 @@ def without_axes(op: str, ctx: InferContext, x: TensorType, axes: Sequence[str])
     for dim, (n, names) in enumerate(zip(x.shape, x.spec, strict=True)):
         dropped = [axis for axis in names if axis in axes]
         if dropped and n % group_size(ctx.mesh, names):
-            raise TypeRuleError(
-                "\n".join([f"{op}: shards differ in size along dim {dim}", *where(ctx, [x])]),
-                help=f"pad dim {dim} to a multiple of {group_size(ctx.mesh, names)}, or gather it first",
-            )
+            ranks = group_size(ctx.mesh, names)
+            help = f"pad dim {dim} to a multiple of {ranks}, or gather it first"
+            refuse(ctx, [x], f"{op}: shards differ in size along dim {dim}", help)
         kept = tuple(axis for axis in names if axis not in axes)
         dims.append((n // group_size(ctx.mesh, dropped), kept))
     return replace(
@@ -104,20 +91,17 @@ def without_axes(op: str, ctx: InferContext, x: TensorType, axes: Sequence[str])
 def reduced(op: str, ctx: InferContext, x: TensorType, axes: Sequence[str], how: str) -> TensorType:
     """Type of ``x`` after an elementwise reduction over ``axes``: the same on all their ranks."""
     if how not in REDUCTIONS:
-        raise TypeRuleError(f"{op}: no reduce op {how!r}", help=f"one of {', '.join(REDUCTIONS)}")
+        refuse(ctx, [x], f"{op}: no reduce op {how!r}", help=f"one of {', '.join(REDUCTIONS)}")
     if how == "sum":
         known = [axis for axis in axes if x.replicated_over(axis)]
         if known:
-            over, size = " and ".join(map(repr, known)), group_size(ctx.mesh, known)
-            raise TypeRuleError(
-                "\n".join(
-                    [
-                        f"{op}: {operand_names(ctx, [x])[0]} is already the same on every rank of {over}",
-                        *where(ctx, [x]),
-                        f"  its sum would be {size} times too large",
-                    ]
-                ),
+            name, over = operand_names(ctx, [x])[0], " and ".join(map(repr, known))
+            refuse(
+                ctx,
+                [x],
+                f"{op}: {name} is already the same on every rank of {over}",
                 help=f"drop this {op}, or use op='avg'",
+                why=f"its sum would be {group_size(ctx.mesh, known)} times too large",
             )
     elif how != "avg":
         reject_partial(op, ctx, x, axes)

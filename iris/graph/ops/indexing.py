@@ -7,7 +7,7 @@ import numpy as np
 
 from iris.graph.nodes import Node
 from iris.graph.ops.base import InferContext, Local, Op, PerRank, TypedArg
-from iris.graph.ops.rules import Link, aligned, at, propagate, shape_dim
+from iris.graph.ops.rules import Link, aligned, propagate, shape_dim
 from iris.graph.types import Mesh, TensorType
 
 
@@ -37,7 +37,7 @@ class Embedding(Op):
 
 
 class IndexSelect(Op):
-    """Slices of ``x`` along a dim, in the order of a list: ``f32[8, 4/tp], i64[3] -> f32[3, 4/tp]``."""
+    """Slices along a dim, in the order of a list: ``f32[8, 4/tp], i64[3] -> f32[3, 4/tp]``."""
 
     name: ClassVar[str] = "index_select"
 
@@ -62,7 +62,7 @@ class IndexSelect(Op):
 
 
 class Gather(Op):
-    """Elements of ``x`` along a dim, one for each index: ``f32[8/tp, 4], i64[8/tp, 2] -> f32[8/tp, 2]``."""
+    """Elements along a dim, one an index: ``f32[8/tp, 4], i64[8/tp, 2] -> f32[8/tp, 2]``."""
 
     name: ClassVar[str] = "gather"
 
@@ -89,7 +89,7 @@ class Gather(Op):
 
 
 class Index(Op):
-    """Advanced indexing ``x[None-or-tensor, ...]``: ``f32[8, 4/tp], (i64[3], None) -> f32[3, 4/tp]``.
+    """Indexing with tensors, ``x[i, :]``: ``f32[8, 4/tp], (i64[3], None) -> f32[3, 4/tp]``.
 
     Dims without an index pass through. Index tensors stand side by side, else nothing is known.
     """
@@ -136,7 +136,7 @@ def _has_mask(indices: Sequence[TensorType]) -> bool:
 
 
 class Placed(Op):
-    """``x`` with some elements replaced: ``slice_scatter f32[8, 4/tp], f32[2, 4/tp] -> f32[8, 4/tp]``.
+    """A value with some elements replaced: ``f32[8, 4/tp], f32[2, 4/tp] -> f32[8, 4/tp]``.
 
     The result is laid out as ``x``; axes over which only the other operands differ make it varying.
     Not linear: the replaced elements are no part of the sum.

@@ -6,7 +6,6 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
-from iris.errors import TypeRuleError
 from iris.graph.nodes import Node
 from iris.graph.ops.base import InferContext, Local, Op, PerRank, TypedArg, register
 from iris.graph.ops.numerics import numpy_dtype
@@ -16,8 +15,8 @@ from iris.graph.ops.rules import (
     at,
     operand_names,
     propagate,
+    refuse,
     tensors,
-    where,
 )
 from iris.graph.types import Mesh, TensorType
 
@@ -48,16 +47,14 @@ def raise_biased(
     """Say that a bias meets a product whose sum is still due."""
     names = operand_names(ctx, operands)
     left, right = (names[i] for i in factors)
-    raise TypeRuleError(
-        "\n".join(
-            [
-                f"{op}: {left} @ {right} is a partial sum over {axis!r} but the bias {names[bias]} is not",
-                *where(ctx, operands),
-                f"  each rank would add {names[bias]} to its part, so the sum would count it "
-                f"{ctx.mesh.size(axis)} times",
-            ]
-        ),
+    what = f"{left} @ {right} is a partial sum over {axis!r} but the bias {names[bias]} is not"
+    times = ctx.mesh.size(axis)
+    refuse(
+        ctx,
+        operands,
+        f"{op}: {what}",
         help=f"multiply without the bias, all_reduce or reduce_scatter over {axis!r}, then add it",
+        why=f"each rank would add {names[bias]} to its part: the sum would count it {times} times",
     )
 
 
@@ -167,7 +164,7 @@ class Addmv(Addmm):
 
 @register
 class ScaledMm(Op):
-    """A product of fp8 matrices with scales: ``f8e4m3fn[8, 4/tp], f8e4m3fn[4/tp, 6], ... -> bf16[8, 6]+tp``.
+    """A product of fp8 matrices with scales: ``f8e4m3fn[8, 4/tp], f8e4m3fn[4/tp, 6] -> bf16[8, 6]+tp``.
 
     Each rank's scaled product is its part of the sum, whatever its scales; so scales of K-split
     operands may differ by rank. ``args``: a, b, scale_a, scale_b, bias, scale_result, out_dtype.

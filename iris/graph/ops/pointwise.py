@@ -19,14 +19,14 @@ EACH: Linear = ((0,), (1,))  # linear in either
 
 # fmt: off
 UNARY: dict[str, Function] = {
-    "abs": np.abs, "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log2": np.log2,
-    "log10": np.log10, "log1p": np.log1p, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x),
+    "abs": np.abs, "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log,
+    "log2": np.log2, "log10": np.log10, "log1p": np.log1p, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x),
     "reciprocal": lambda x: 1 / x, "square": np.square, "sin": np.sin, "cos": np.cos, "tan": np.tan,
     "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan, "sinh": np.sinh, "cosh": np.cosh,
     "tanh": np.tanh, "asinh": np.arcsinh, "acosh": np.arccosh, "atanh": np.arctanh, "sign": np.sign,
     "sgn": np.sign, "floor": np.floor, "ceil": np.ceil, "round": np.round, "trunc": np.trunc,
-    "frac": lambda x: x - np.trunc(x), "isnan": np.isnan, "isinf": np.isinf, "isfinite": np.isfinite,
-    "signbit": np.signbit, "logical_not": np.logical_not, "bitwise_not": np.invert,
+    "frac": lambda x: x - np.trunc(x), "isnan": np.isnan, "isinf": np.isinf,
+    "isfinite": np.isfinite, "signbit": np.signbit, "logical_not": np.logical_not, "bitwise_not": np.invert,
     "sigmoid": nm.sigmoid, "silu": lambda x: x * nm.sigmoid(x), "gelu": nm.gelu, "erf": nm.erf,
     "erfc": lambda x: 1 - nm.erf(x), "mish": lambda x: x * np.tanh(nm.softplus(x)),
     "relu": lambda x: np.maximum(x, 0), "relu6": lambda x: np.clip(x, 0, 6),
@@ -60,12 +60,12 @@ LINEAR: dict[str, tuple[Function, Linear]] = {
     "sub": (lambda x, y, *, alpha=1: x - alpha * y, ALL),
     "rsub": (lambda x, y, *, alpha=1: y - alpha * x, ALL),
     "mul": (np.multiply, EACH), "div": (nm.div, FIRST), "true_divide": (np.true_divide, FIRST),
-    "where": (np.where, ((1, 2),)), "copy": (lambda x, source: np.broadcast_to(source, x.shape), ((1,),)),
+    "where": (np.where, ((1, 2),)),
+    "copy": (lambda x, source: np.broadcast_to(source, x.shape), ((1,),)),
     "lerp": (lambda x, y, w: x + w * (y - x), ALL),
     "addcmul": (lambda x, y, z, *, value=1: x + value * y * z, ((0, 1), (0, 2))),
     "addcdiv": (lambda x, y, z, *, value=1: x + value * y / z, ((0, 1),)),
     "masked_fill": (lambda x, mask, value: np.where(mask, value, x), ()),
-    "fill": (lambda x, value: np.full_like(x, value), ()),
     "silu_backward": (nm.silu_backward, FIRST), "gelu_backward": (nm.gelu_backward, FIRST),
     "sigmoid_backward": (lambda g, y: g * y * (1 - y), FIRST),
     "tanh_backward": (lambda g, y: g * (1 - y * y), FIRST),
@@ -151,17 +151,15 @@ class Like(Pointwise):
         return super().infer(ctx, [whole, *args[1:]], attrs, locals)
 
 
-def to_copy(x: Any) -> Any:
-    return x
-
-
 POINTWISE: dict[str, Op] = {
     **{name: Pointwise(name, function) for name, function in (UNARY | BINARY).items()},
     **{name: Pointwise(name, function, linear) for name, (function, linear) in LINEAR.items()},
-    "_to_copy": Pointwise("_to_copy", to_copy, FIRST),
+    "_to_copy": Pointwise("_to_copy", np.asarray, FIRST),
     "zeros_like": Like("zeros_like", np.zeros_like),
     "ones_like": Like("ones_like", np.ones_like),
     "full_like": Like("full_like", np.full_like),
+    "fill": Like("fill", np.full_like),
+    "zero": Like("zero", np.zeros_like),
     "empty_like": Like("empty_like", np.zeros_like),
 }
-"""Every elementwise op by ATen name; an overload's own entry (``max.other``) comes before its base name."""
+"""Every elementwise op by ATen name; an overload with an entry (``max.other``) is not its base op."""

@@ -6,17 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from iris.errors import TypeRuleError
 from iris.graph.nodes import Node
 from iris.graph.ops.base import Effect, InferContext, Local, Op, PerRank, TypedArg, register
 from iris.graph.ops.groups import group_axes, per_group, reject_partial, without_axes
-from iris.graph.ops.rules import axes_of, group_size, where
+from iris.graph.ops.rules import axes_of, group_size, refuse
 from iris.graph.types import Mesh, TensorType
 
 
 @register
 class Ppermute(Op):
-    """Send rank src's value to rank dst for every ``(src, dst)`` in ``perm``: ``f32[8/tp] -> f32[8/tp]``.
+    """Send the value of rank src to rank dst for every pair: ``f32[8/tp] -> f32[8/tp]``.
 
     A rank that is no pair's destination gets zeros. A source may occur twice, a destination only
     once. A permutation of all ranks keeps a sum that is due over just these ranks.
@@ -36,10 +35,10 @@ class Ppermute(Op):
         size = group_size(ctx.mesh, axes)
         targets = [dst for _, dst in perm]
         if len(set(targets)) < len(targets) or not all(0 <= r < size for p in perm for r in p):
-            raise TypeRuleError(
-                "\n".join(
-                    [f"ppermute: {perm} is no permutation of {size} ranks", *where(ctx, [x])]
-                ),
+            refuse(
+                ctx,
+                [x],
+                f"ppermute: perm={perm} does not pair ranks of a group of {size}",
                 help=f"pairs (src, dst) of ranks from 0 to {size - 1}, every dst once",
             )
         without_axes(self.name, ctx, x, axes)  # shards must be of one size

@@ -9,7 +9,7 @@ import numpy as np
 from iris.graph.nodes import Node
 from iris.graph.ops.base import InferContext, Local, Op, PerRank, TypedArg
 from iris.graph.ops.numerics import numpy_dtype
-from iris.graph.ops.rules import Link, Linear, at, propagate, shape_dim, tensors
+from iris.graph.ops.rules import Linear, Link, at, propagate, shape_dim, tensors
 from iris.graph.types import Mesh, TensorType
 
 FIRST: Linear = ((0,),)
@@ -30,7 +30,7 @@ class Mixing:
 
 
 class Reduction(Op):
-    """An op along dims: ``sum f32[8/tp, 4] over dim 0 -> f32[4]+tp``, ``amax`` of the same ``-> f32[4]~tp``.
+    """An op along dims: sum over dim 0 ``f32[8/tp, 4] -> f32[4]+tp``, amax over it ``-> f32[4]~tp``.
 
     Other dims keep their split. Along a split dim each rank works on its own shard.
     """
@@ -167,4 +167,4 @@ MIXING: dict[str, Mixing] = {
 }
 # fmt: on
 REDUCTIONS: dict[str, Op] = {name: Reduction(name, mixing) for name, mixing in MIXING.items()}
-"""Every mixing op by ATen name; an overload's own entry (``max.dim``) comes before its base name."""
+"""Every mixing op by ATen name; an overload with an entry (``max.dim``) is not its base op."""

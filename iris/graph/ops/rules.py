@@ -31,7 +31,7 @@ def group_size(mesh: Mesh, axes: Iterable[str]) -> int:
 
 
 def shard_sizes(n: int, mesh: Mesh, axes: Sequence[str]) -> tuple[int, ...]:
-    """Rows of every shard of ``n`` rows split over ``axes``, in group order (outermost axis slowest).
+    """Rows of every shard of ``n`` rows split over ``axes``, in group order (first axis slowest).
 
     >>> shard_sizes(5, Mesh((("dp", 2), ("tp", 2))), ("dp", "tp"))
     (2, 1, 1, 1)
@@ -62,7 +62,7 @@ def shape_dim(dim: int, ndim: int) -> int:
 
 
 def aligned(sizes: Sequence[int], out: Sequence[int]) -> tuple[Link, ...]:
-    """Links of an operand that broadcasts to ``out``: dims meet from the right where sizes agree."""
+    """Links of an operand that broadcasts to ``out``: dims meet from the right if sizes agree."""
     skip = len(out) - len(sizes)
     return tuple(skip + d if n == out[skip + d] else None for d, n in enumerate(sizes))
 
@@ -181,28 +181,24 @@ def raise_not_linear(
 ) -> NoReturn:
     """Say which operand still needs its sum, and what ``op`` would do to the parts."""
     names = operand_names(ctx, operands)
-    part = names[parts[0]]
-    short = op.split(".")[0]
+    part, short = names[parts[0]], op.partition(".")[0]
+    due = f"is a partial sum over {axis!r}"
+    why = f"{short} of the parts does not add up to {short} of the sum"
     missing = [i for group in linear if set(parts) < set(group) for i in group if i not in parts]
     if missing:
-        other = names[missing[0]]
-        head = f"{short}: {part} is a partial sum over {axis!r} but {other} is not"
-        why = (
-            f"each rank would use {other} in its part, so the sum would count it "
-            f"{ctx.mesh.size(axis)} times"
-        )
-    elif len(parts) > 1 or linear:
-        head = (
-            f"{short}: {part} is a partial sum over {axis!r} and meets another value split over it"
-        )
-        why = f"{short} of the parts does not add up to {short} of the sum"
+        other, times = names[missing[0]], ctx.mesh.size(axis)
+        what = f"{part} {due} but {other} is not"
+        why = f"each rank would use {other} in its part: the sum would count it {times} times"
+    elif len(parts) > 1:
+        what = f"{part} {due} and so is {names[parts[1]]}"
+    elif linear:
+        differ = (i for i, t in enumerate(operands) if t is not None and i not in parts)
+        other = next(names[i] for i in differ if axis in operands[i].split_axes)
+        what = f"{part} {due} and {other} is split over it"
     else:
-        head = f"{short}: {part} is a partial sum over {axis!r} and {short} is not linear"
-        why = f"{short} of the parts does not add up to {short} of the sum"
-    raise TypeRuleError(
-        "\n".join([head, *where(ctx, operands), f"  {why}"]),
-        help=f"all_reduce or reduce_scatter {part} over {axis!r} first",
-    )
+        what = f"{part} {due} and {short} is not linear"
+    help = f"all_reduce or reduce_scatter {part} over {axis!r} first"
+    refuse(ctx, operands, f"{short}: {what}", help, why)
 
 
 def operand_names(ctx: InferContext, operands: Sequence[TensorType | None]) -> list[str]:
@@ -218,7 +214,7 @@ def operand_names(ctx: InferContext, operands: Sequence[TensorType | None]) -> l
 
 
 def where(ctx: InferContext, operands: Sequence[TensorType | None]) -> list[str]:
-    """Lines of an error: the user's line, then every operand with its type and where it was made."""
+    """Lines of an error: the user's line, then every operand, its type and where it was made."""
     lines = [f"  at {ctx.loc}"] if ctx.loc else []
     made = iter(ctx.sources)
     for name, type in zip(operand_names(ctx, operands), operands, strict=True):
@@ -226,3 +222,11 @@ def where(ctx: InferContext, operands: Sequence[TensorType | None]) -> list[str]
             _, loc = next(made, ("", ""))
             lines.append(f"  {name}: {type}" + (f", made at {loc}" if loc else ""))
     return lines
+
+
+def refuse(
+    ctx: InferContext, operands: Sequence[TensorType | None], what: str, help: str, why: str = ""
+) -> NoReturn:
+    """Raise the error of a type rule: what is wrong, the user's line, every operand, the way out."""
+    lines = [what, *where(ctx, operands), *([f"  {why}"] if why else [])]
+    raise TypeRuleError("\n".join(lines), help=help)

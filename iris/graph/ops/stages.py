@@ -10,7 +10,7 @@ from iris.graph.types import Mesh, TensorType
 
 
 class Stage(Op):
-    """Base of the stages. Types and values are those of the body, so fusing cannot change the meaning."""
+    """Base of the stages. Types and values are those of the body: fusing cannot change meaning."""
 
     effects = frozenset({Effect.COMMUNICATES})
 
@@ -68,7 +68,7 @@ class MatmulAllGather(Stage):
 
 @register
 class AllReduceNorm(Stage):
-    """``rms_norm(all_reduce(x) + residual)``: ``bf16[4, 8]+tp, bf16[4, 8] -> bf16[4, 8], bf16[4, 8]``."""
+    """``norm(all_reduce(x) + residual)``: ``bf16[4, 8]+tp, bf16[4, 8] -> bf16[4, 8], bf16[4, 8]``."""
 
     name = "all_reduce_norm"
 

@@ -1,6 +1,5 @@
-"""Ops that move elements without changing them: views, permutations, slices, joins. All are linear."""
+"""Ops that move elements and do not change them: views, permutations, slices, joins."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -12,7 +11,6 @@ from iris.graph.ops.base import InferContext, Local, Op, PerRank, TypedArg
 from iris.graph.ops.groups import coordinates
 from iris.graph.ops.rules import (
     Dim,
-    Linear,
     aligned,
     at,
     group_size,
@@ -37,7 +35,7 @@ def dims_of(x: TensorType) -> list[Dim]:
 def reshape_dims(
     ctx: InferContext, x: TensorType, args: Sequence[Any], out: tuple[int, ...]
 ) -> list[Dim]:
-    """Dims are matched in groups of equal product: ``(2, 3, 8) -> (6, 8)`` is ``(2, 3) -> (6)``, ``(8) -> (8)``.
+    """Dims meet in groups of equal product: ``(2, 3, 8) -> (6, 8)`` is ``(2, 3) -> (6), (8) -> (8)``.
 
     A group that is one dim on both sides keeps it. A merged or cut group stays split where its
     outermost dim is split evenly, for then the shards of the whole are blocks of it.
@@ -259,7 +257,7 @@ class Join(Op):
     def _join_shards(
         self, ctx: InferContext, parts: list[TensorType], dim: int, local: Local
     ) -> TensorType:
-        """Parts that are all split alike on the joined dim: seen as one dim of the output's size."""
+        """Parts all split alike on the joined dim, seen as dims of the output's size."""
         ranks = group_size(ctx.mesh, parts[0].spec[dim])
         even = all(t.shape[dim] % ranks == 0 for t in parts)
         size = local.shape[dim] * ranks
@@ -315,4 +313,4 @@ VIEWS: dict[str, Op] = {
     "cat": Join("cat"),
     "stack": Join("stack"),
 }
-"""Every rearranging op by ATen name, overloads included (``split.Tensor`` is found under ``split``)."""
+"""Every rearranging op by ATen name."""

@@ -1,4 +1,4 @@
-"""A graph on the bench: nodes are contracted into stages in place, each at the cost of its surroundings."""
+"""A graph on the bench: nodes become stages in place, each at the cost of what is around it."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ REACH = 1000
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why nodes cannot be moved together: ``node`` needs ``between``, which comes after another of them."""
+    """Why nodes cannot run as one: ``node`` needs ``between``, which comes after another of them."""
 
     node: int
     between: Node
@@ -64,7 +64,7 @@ class Bench:
         return self._around(group)[2]
 
     def contract(self, group: Collection[int], op: str, loc: str) -> int:
-        """Make the nodes of ``group``, which no obstacle keeps apart, one stage. Returns its number."""
+        """Make the nodes of ``group``, which have no obstacle, one stage. Returns its number."""
         window = self._window(group)
         first, last, _ = self._around(group)
         stage = self._replace([n for n in window if n in group], op, loc)
@@ -75,7 +75,7 @@ class Bench:
         return stage
 
     def _around(self, group: Collection[int]) -> tuple[list[int], list[int], Obstacle | None]:
-        """Nodes between the first and the last of ``group``: which run before it, which after, and the obstacle.
+        """Nodes amid ``group``: which run before it, which after it, and what is in the way.
 
         What comes after a node of the group, by its data or by the order of effects, has to run
         after all of it, so none of the group may need that.

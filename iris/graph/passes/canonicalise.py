@@ -88,7 +88,7 @@ class _Folding:
 
     def _types_hold(self, node: Node) -> bool:
         """Whether the rule still gives the types that the rest of the graph was made for."""
-        types = infer_types(node, self.types, self.graph.mesh)
+        types = infer_types(node, self.types, self.graph.mesh, self.graph.place)
         return types == tuple(value.type for value in node.outputs)
 
     def _is_identity(self, node: Node, kind: str) -> bool:
@@ -100,7 +100,7 @@ class _Folding:
         return kind in COPIES and self._is_plain_copy(node)
 
     def _is_plain_copy(self, node: Node) -> bool:
-        """A copy of a dense intermediate, in its dtype and its strides, that stays inside the program."""
+        """A copy of a dense intermediate, in its dtype and strides, that stays in the program."""
         source = node.uses[0]
         maker = self.makers.get(source)
         dense = maker is not None and not may_alias(maker)

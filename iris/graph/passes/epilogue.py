@@ -41,7 +41,7 @@ def is_row_view(bench: Bench, node: Node) -> bool:
 
 
 def is_epilogue(bench: Bench, node: Node) -> bool:
-    """Whether every element of ``node`` comes from one place of each operand: the same, its row's or its column's."""
+    """Whether an element of ``node`` needs one of each operand: at its place, row or column."""
     if is_row_view(bench, node):
         return True
     if base(node.op) not in EPILOGUE or not node.uses:
@@ -52,13 +52,8 @@ def is_epilogue(bench: Bench, node: Node) -> bool:
 
 def _meets(operand: Shape, shape: Shape) -> bool:
     """Whether an operand is a tile, a row, a column or a scalar beside a tile of ``shape``."""
-    rows, columns = tile(shape)
-    return (
-        math.prod(operand) == 1
-        or operand == shape
-        or (tile(operand) == (1, columns))
-        or operand == (*shape[:-1], 1)
-    )
+    row, column = (1, tile(shape)[1]), (*shape[:-1], 1)
+    return math.prod(operand) == 1 or operand in (shape, column) or tile(operand) == row
 
 
 def grow(bench: Bench, core: Collection[int], seeds: Iterable[str]) -> set[int]:
@@ -89,7 +84,7 @@ def grow(bench: Bench, core: Collection[int], seeds: Iterable[str]) -> set[int]:
 
 
 def trim(bench: Bench, core: Collection[int], group: set[int], values: Collection[str]) -> set[int]:
-    """``group`` without what cannot be moved to the core, what follows an output, and views at the end."""
+    """``group`` without what cannot move to the core, follows an output, or is a view at the end."""
     group = set(group)
     while (obstacle := bench.obstacle(group)) and obstacle.node not in core:
         drop(bench, core, group, obstacle.node)

@@ -32,9 +32,12 @@ class Unfused:
 
 
 def fuse(graph: Graph) -> Graph:
-    """``all_gather(x) @ w => all_gather_matmul(x, w)``, ``reduce_scatter(a @ b) => matmul_reduce_scatter(a, b)``,
-    ``norm(all_reduce(a @ b) + r) => matmul_all_reduce(a, b, r)``, ``all_gather(a @ b) =>
-    matmul_all_gather(a, b)``, ``norm(all_reduce(x) + r) => all_reduce_norm(x, r)``.
+    """``f(all_gather(x) @ w)           => all_gather_matmul(x, w)``
+
+    ``reduce_scatter(f(a @ b))       => matmul_reduce_scatter(a, b)``
+    ``norm(all_reduce(f(a @ b)) + r) => matmul_all_reduce(a, b, r)``
+    ``all_gather(f(a @ b))           => matmul_all_gather(a, b)``
+    ``norm(all_reduce(x) + r)        => all_reduce_norm(x, r)``
 
     A stage's body is the very nodes it stands for. Nodes come together only where that breaks
     neither a dependency nor the order of effects.
@@ -93,7 +96,7 @@ def all_gather_matmul(bench: Bench, gather: int) -> str | None:
 
 
 def readers_through_views(bench: Bench, name: str) -> Iterator[tuple[str, set[int], int]]:
-    """Nodes that read ``name``, or a row view of it: the value they read, the views between, the node."""
+    """Nodes that read ``name`` or a row view of it: what they read, the views between, the node."""
     waiting: list[tuple[str, set[int]]] = [(name, set())]
     while waiting:
         value, views = waiting.pop()
@@ -166,7 +169,7 @@ def reduction_fault(bench: Bench, number: int) -> str | None:
 
 
 def after_sum(bench: Bench, core: set[int], number: int) -> tuple[set[int], bool]:
-    """``core`` with the pointwise chain after the sum and the RMSNorm at its end; whether that norm is there."""
+    """``core`` with the pointwise chain after the sum and the RMSNorm at its end, if there is one."""
     group, values, value = set(core), set(), bench.nodes[number].out.name
     normed: set[int] | None = None
     while True:
@@ -190,7 +193,7 @@ def after_sum(bench: Bench, core: set[int], number: int) -> tuple[set[int], bool
 
 
 def product_before(bench: Bench, collective: int) -> set[int] | str:
-    """The collective, the matmul that makes its operand and the epilogue between; or why that cannot be."""
+    """The collective, the matmul behind it and the epilogue between; or why that cannot be."""
     search = _Search(bench, collective)
     product = search.run()
     if product is None:
@@ -214,7 +217,7 @@ class _Search:
         self._look_behind(bench.nodes[collective].uses[0])
 
     def run(self) -> int | None:
-        """The last matmul found, or None; ``group`` then holds what lies between, and perhaps more."""
+        """The last matmul found, or None. ``group`` then holds what is between, perhaps more."""
         products = []
         while self.waiting:
             number = heapq.heappop(self.waiting)[1]

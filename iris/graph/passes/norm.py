@@ -8,7 +8,7 @@ from iris.graph.passes.memory import base
 
 
 def rms_norm(bench: Bench, name: str) -> set[int] | None:
-    """Numbers of the nodes that make ``weight * x * rsqrt(mean(x ** 2, -1) + eps)`` of value ``name``, or None.
+    """The nodes that make ``weight * x * rsqrt(mean(x ** 2, -1) + eps)`` of ``name``, or None.
 
     Either ``_fused_rms_norm`` over the last dim, or written out, with casts anywhere between.
     """
@@ -59,7 +59,7 @@ def _reader(bench: Bench, name: str, test: Callable[[Bench, Node], bool]) -> int
 
 
 def _weight(bench: Bench, value: str) -> set[int]:
-    """Casts and one product with a vector after the normalised value, as far as they are all its readers."""
+    """Casts and one product with a vector after the norm, while they are its only readers."""
     group: set[int] = set()
     weighted = False
     while True:

@@ -1,0 +1,426 @@
+"""The local mesh: global tensors in and out, notebook manners, and what happens when things go wrong."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import types
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import iris
+from iris import P
+from iris.spmd.local import LocalMesh
+from iris.testing import small_integers
+
+pytestmark = pytest.mark.ranks
+
+FOUR, GRID = iris.AbstractMesh((4,), ("tp",)), ("dp", "tp")
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[LocalMesh]:
+    with iris.local_mesh(4, heap_size=1 << 24) as mesh:
+        yield mesh
+
+
+@pytest.fixture(scope="module")
+def grid() -> Iterator[LocalMesh]:
+    with iris.local_mesh((2, 2), GRID, heap_size=1 << 24) as mesh:
+        yield mesh
+
+
+def matmul(x, w):
+    return iris.all_gather(x, "tp", dim=0) @ w
+
+
+def total(x):
+    return iris.all_reduce(x.sum(0), "tp")
+
+
+@pytest.mark.parametrize("rows", [8, 5, 1, 0], ids="rows={}".format)
+def test_global_tensors_in_and_out(mesh, rows):
+    program = iris.spmd(mesh=mesh, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp"))
+    f = program(matmul)
+    for seed in range(3):
+        x, w = small_integers((rows, 6), seed=seed), small_integers((6, 10), seed=seed + 9)
+        y = f(x, w)
+        assert torch.equal(y, x @ w)
+
+
+def test_grid_and_nested_axes(grid):
+    @iris.spmd(
+        mesh=grid,
+        in_specs=(P(("dp", "tp")), P("tp", "dp")),
+        out_specs={"x": P(("dp", "tp")), "both": (P(None, "dp"), P("dp")), "n": None},
+    )
+    def f(x, w, times=2):
+        return {
+            "x": x * times,
+            "both": (iris.all_gather(w, "tp"), iris.all_reduce(x.sum(0, keepdim=True), "tp")),
+            "n": times,
+        }
+
+    x, w = small_integers((7, 3)), small_integers((5, 4))
+    got = f(x, w)
+    halves = x.split([4, 3])
+    assert torch.equal(got["x"], 2 * x)
+    assert torch.equal(got["both"][0], w)
+    assert torch.equal(got["both"][1], torch.stack([half.sum(0) for half in halves]))
+    assert got["n"] == 2
+    assert torch.equal(f(x, w, times=3)["x"], 3 * x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_dtypes_and_strides(mesh, dtype):
+    f = iris.spmd(mesh=mesh, in_specs=P("tp"), out_specs=P())(iris.all_gather)
+    x = small_integers((6, 5)).to(dtype).t()
+    assert torch.equal(f(x), x)
+    assert torch.equal(f(x[:, 1:4]), x[:, 1:4])
+
+
+def test_results_go_on_without_a_copy(mesh):
+    double = iris.spmd(mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))(lambda x: 2 * x)
+    x = double(torch.ones(64, 64))
+    shared = mesh._arena.empty
+    made = []
+    mesh._arena.empty = lambda *args: made.append(args) or shared(*args)
+    try:
+        assert torch.equal(double(x), torch.full((64, 64), 4.0))
+        assert len(made) == 1, "the result only"
+    finally:
+        del mesh._arena.empty
+
+
+def test_shared_memory_is_used_again(mesh):
+    double = iris.spmd(mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))(lambda x: 2 * x)
+    places = set()
+    for _ in range(6):
+        y = double(torch.ones(1 << 18))
+        places.add(y.data_ptr())
+        del y
+        gc.collect()
+    assert len(places) <= 2
+
+
+def test_arguments_that_a_program_writes(mesh):
+    @iris.spmd(mesh=mesh, in_specs=(P("tp"), P()), out_specs=P())
+    def update(cache, count):
+        cache.mul_(2)
+        count.add_(1)
+        return iris.all_gather(cache, "tp")
+
+    cache, count = torch.arange(6.0), torch.zeros(2)
+    for step in range(1, 4):
+        assert torch.equal(update(cache, count), 2**step * torch.arange(6.0))
+        assert torch.equal(cache, 2**step * torch.arange(6.0))
+        assert torch.equal(count, torch.full((2,), float(step)))
+    with pytest.raises(iris.UnsupportedError, match="arguments share memory"):
+        update(cache, cache[:2])
+
+
+def cell(source: str, namespace: dict) -> None:
+    """Run source as a notebook's cell does: in ``__main__``, from no file."""
+    module = types.ModuleType("__main__")
+    module.__dict__.update(namespace)
+    exec(compile(textwrap.dedent(source), "<cell>", "exec"), module.__dict__)
+    namespace.update(module.__dict__)
+
+
+def test_cells_travel_and_edits_are_seen(mesh, monkeypatch):
+    space = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", space)
+    names = space.__dict__
+
+    def run(source):
+        exec(compile(textwrap.dedent(source), "<cell>", "exec"), names)
+
+    names["mesh"] = mesh
+    run("""
+        import torch, iris
+        from iris import P
+        scale, offset = 3, torch.tensor([1.0, 2.0])
+        def helper(x):
+            return x * scale
+        @iris.spmd(mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
+        def f(x):
+            return helper(x) + offset
+    """)
+    f, x = names["f"], torch.ones(4, 2)
+    sent = _definitions(mesh)
+    assert f(x)[0].tolist() == [4, 5]
+    assert f(x)[0].tolist() == [4, 5]
+    assert len(sent) == 1
+    run("scale = 10")
+    assert f(x)[0].tolist() == [11, 12]
+    run("def helper(x): return x - scale")
+    assert f(x)[0].tolist() == [-8, -7]
+    run("offset += 1")
+    assert f(x)[0].tolist() == [-7, -6]
+    assert f(x)[0].tolist() == [-7, -6]
+    assert len(sent) == 4
+    assert mesh.run(lambda: f.__wrapped__.__name__) == ["f"] * 4
+
+
+def _definitions(mesh) -> list[bytes]:
+    """Every definition that goes to the ranks from now on."""
+    sent, call = [], mesh._session.call
+
+    def counted(name, fn, *args):
+        sent.extend(a.definition for a in args if getattr(a, "definition", None))
+        return call(name, fn, *args)
+
+    mesh._session.call = counted
+    return sent
+
+
+def test_modules_and_their_updates(mesh):
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        @iris.spmd(mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
+        def forward(self, x):
+            return x * self.weight
+
+    module, x = Scale(), torch.ones(4, 3)
+    with torch.no_grad():
+        assert torch.equal(module(x), x)
+        module.weight.fill_(5)
+        assert torch.equal(module(x), 5 * x)
+        assert torch.equal(Scale()(x), x)
+
+
+def test_trace_and_explain(mesh):
+    f = iris.spmd(mesh=mesh, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp"))(matmul)
+    x, w = torch.ones(10, 4), torch.ones(4, 8)
+    traced = f.trace(x, w)
+    assert "(%x: f32[10/tp, 4], %w: f32[4, 8/tp])" in traced.as_text()
+    assert "all_gather_matmul" in str(f.explain(x, w))
+    assert torch.equal(f(x, w), x @ w)
+    with pytest.raises(iris.UnsupportedError, match="cannot be compiled here"):
+        traced.lower().compile()
+
+
+def test_run(mesh):
+    def whoami(text, *, end):
+        ctx = iris.current()
+        ones = iris.all_reduce(torch.ones(1))
+        return f"{text} {ctx.get_rank()} of {int(ones)}{end}"
+
+    assert mesh.run(whoami, "rank", end="!") == [f"rank {rank} of 4!" for rank in range(4)]
+
+
+def test_knobs_and_default_dtype_follow(mesh, monkeypatch):
+    monkeypatch.setenv("IRIS_LOWERING", "triton")
+    ask = lambda: (os.environ.get("IRIS_LOWERING"), torch.get_default_dtype())  # noqa: E731
+    assert mesh.run(ask) == [("triton", torch.float32)] * 4
+    monkeypatch.delenv("IRIS_LOWERING")
+    assert mesh.run(ask) == [(None, torch.float32)] * 4
+
+
+def test_output_comes_with_its_rank(mesh, capsys):
+    def speak():
+        rank = iris.current().get_rank()
+        print(f"line of {rank}\nunfinished", end="")
+        if rank == 1:
+            warnings.warn("careful", stacklevel=1)
+            os.system("echo from C")
+
+    mesh.run(speak)
+    out, err = capsys.readouterr()
+    for rank in range(4):
+        lines = [line for line in out.splitlines() if line.startswith(f"[rank {rank}] ")]
+        assert lines[0] == f"[rank {rank}] line of {rank}"
+        assert f"[rank {rank}] unfinished" in lines or rank == 1
+    assert "from C" in out
+    assert "[rank 1]" in err
+    assert "UserWarning: careful" in err
+    assert "[rank 0]" not in err
+
+
+def test_errors_that_all_ranks_raise_come_as_they_are(mesh):
+    @iris.spmd(mesh=mesh, in_specs=P("tp"), out_specs=P())
+    def forgotten(x):
+        return x.sum(0)
+
+    with pytest.raises(iris.TypeRuleError, match="all_reduce missing"):
+        forgotten(torch.ones(4, 2))
+    assert torch.equal(_total(mesh)(torch.ones(4, 2)), torch.full((2,), 4.0))
+
+
+def _total(mesh):
+    return iris.spmd(mesh=mesh, in_specs=P("tp"), out_specs=P())(total)
+
+
+def test_frames_of_every_failing_rank_once(mesh):
+    def broken(rank):
+        if rank in (1, 2):
+            raise ValueError("bad luck")
+        if rank == 3:
+            raise KeyError("worse")
+        iris.all_reduce(torch.ones(1))
+
+    with pytest.raises(iris.LaunchError) as caught:
+        mesh.run(lambda: broken(iris.current().get_rank()))
+    text = str(caught.value)
+    assert text.count("--- ranks 1, 2: ValueError: bad luck") == 1
+    assert text.count("--- rank 3: KeyError: 'worse'") == 1
+    assert text.count('raise ValueError("bad luck")') == 1
+    assert text.index("bad luck") < text.index("--- rank 0: PeerError")
+    assert "local_rank.py" not in text
+    assert isinstance(caught.value.__cause__, ValueError | KeyError)
+    assert torch.equal(_total(mesh)(torch.ones(4, 2)), torch.full((2,), 4.0))
+
+
+def test_an_error_while_tracing_shows_the_line(mesh):
+    @iris.spmd(mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
+    def f(x):
+        return x.no_such_method()
+
+    with pytest.raises(iris.LaunchError, match=r"return x\.no_such_method\(\)"):
+        f(torch.ones(4))
+
+
+def test_replicated_results_are_compared(mesh):
+    mesh.run(lambda: torch.manual_seed(iris.current().get_rank() // 3))
+
+    @iris.spmd(mesh=mesh, in_specs=P(), out_specs=P())
+    def noisy(x):
+        return x + torch.rand(3, 2)
+
+    with pytest.raises(iris.TypeRuleError) as caught:
+        noisy(torch.zeros(3, 2))
+    text = str(caught.value)
+    assert "noisy: a replicated result is not the same on all ranks" in text
+    assert "the result on rank 3: 6 of 6 elements differ from the first rank's, at [0, 0]: " in text
+    assert "rank 1" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"in_specs": P("tp")}, "joins results by out_specs, and there are none"),
+        ({"out_specs": P()}, "1 global tensors cannot be split or joined\n  x: no spec"),
+        ({"in_specs": P(partial="tp"), "out_specs": P()}, r"x: P\(.*\) is partial"),
+        ({"in_specs": P("tp"), "out_specs": P(partial="tp")}, r"result: P\(.*\) is partial"),
+        ({"in_specs": P("tp"), "out_specs": None}, "there are none"),
+        ({"in_specs": P("tp"), "out_specs": P("dp")}, "specs use axes 'tp', 'dp', the local mesh"),
+        ({"in_specs": P("tp", None, None), "out_specs": P("tp")}, "1 spec does not fit"),
+    ],
+)
+def test_specs_that_say_too_little(mesh, options, message):
+    f = iris.spmd(mesh=mesh, **options)(lambda x: x * 1)
+    with pytest.raises(iris.SpecError, match=message):
+        f(torch.ones(4, 2))
+
+
+def test_gradients_are_refused(mesh):
+    with pytest.raises(iris.UnsupportedError, match="does not differentiate"):
+        _total(mesh)(torch.ones(4, 2, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "message"),
+    [
+        (0, None, "shape 0 has no ranks"),
+        ((2, 2), None, "needs 2 different names"),
+        ((2, 2), ("a", "a"), "needs 2 different names"),
+        (2, ("a", "b"), "needs 1 different names"),
+    ],
+)
+def test_bad_shapes(shape, names, message):
+    with pytest.raises(iris.SpecError, match=message):
+        iris.local_mesh(shape, names)
+
+
+def _interrupt_when(ready) -> None:
+    def wait() -> None:
+        deadline = time.monotonic() + 20
+        while not ready() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=wait).start()
+
+
+def test_interrupt_leaves_the_mesh_usable(mesh, tmp_path):
+    mesh.run(lambda: os.environ.update(KEPT="yes"))
+
+    def hang(path):
+        rank = iris.current().get_rank()
+        (path / str(rank)).touch()
+        if rank == 0:
+            time.sleep(60)
+        iris.all_reduce(torch.ones(1))
+
+    _interrupt_when(lambda: len(list(tmp_path.iterdir())) == 4)
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        mesh.run(hang, tmp_path)
+    assert time.monotonic() - started < 25
+    assert torch.equal(_total(mesh)(torch.ones(4, 2)), torch.full((2,), 4.0))
+    assert mesh.run(os.environ.get, "KEPT") == ["yes"] * 4
+
+
+def test_death_restart_and_close(capfd):
+    mesh = iris.local_mesh(2, "tp", heap_size=1 << 20)
+    f, x = _total(mesh), torch.ones(2, 2)
+    before = f(x)
+    os.kill(mesh.pids[1], signal.SIGKILL)
+    with pytest.raises(iris.LaunchError, match="rank 1: was killed by SIGKILL"):
+        f(x)
+    with pytest.raises(iris.PeerError, match="rank 1 was killed by SIGKILL") as caught:
+        f(x)
+    assert str(caught.value).endswith("help: mesh.restart() starts new ones")
+    mesh.restart()
+    after = f(x)
+    assert repr(mesh) == "LocalMesh(tp=2: 2 running)"
+    pids = mesh.pids
+    mesh.close()
+    mesh.close()
+    assert repr(mesh) == "LocalMesh(tp=2: closed)"
+    assert torch.equal(before, after)
+    with pytest.raises(iris.IrisError, match="the local mesh is closed"):
+        f(x)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+SCRIPT = """
+import os, sys, torch, iris
+from iris import P
+mesh = iris.local_mesh(2)
+@iris.spmd(mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
+def f(x):
+    return 2 * x
+assert f(torch.ones(4)).tolist() == [2] * 4
+print(*mesh.pids, flush=True)
+if sys.argv[1] == "killed":
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("way_out", ["returns", "killed"])
+def test_process_exit_leaves_nothing(way_out, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, script, way_out], capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == (0 if way_out == "returns" else -signal.SIGKILL), done.stderr
+    assert done.stderr == ""
+    pids = done.stdout.split()
+    assert len(pids) == 2
+    deadline = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        assert time.monotonic() < deadline, "ranks are left behind"
+        time.sleep(0.05)
