@@ -8,6 +8,9 @@ from iris.runtime import interpreter as _interpreter
 
 _interpreter.choose()  # before anything imports triton
 
+import importlib  # noqa: E402
+from typing import Any  # noqa: E402
+
 from iris.config import knobs as knobs  # noqa: E402
 from iris.errors import (  # noqa: E402
     CollectiveMismatchError as CollectiveMismatchError,
@@ -23,6 +26,14 @@ from iris.errors import (  # noqa: E402
     TypeRuleError as TypeRuleError,
     UnsupportedError as UnsupportedError,
 )
+from iris.logging import (  # noqa: E402
+    DEBUG as DEBUG,
+    ERROR as ERROR,
+    INFO as INFO,
+    WARNING as WARNING,
+    set_logger_level as set_logger_level,
+)
+from iris.runtime.benching import do_bench as do_bench  # noqa: E402
 from iris.runtime.context import Iris as Iris, current as current, iris as iris  # noqa: E402
 from iris.runtime.launch import launch as launch  # noqa: E402
 from iris.spmd.collectives import (  # noqa: E402
@@ -41,3 +52,21 @@ from iris.spmd.mesh import AbstractMesh as AbstractMesh, mesh as mesh  # noqa: E
 from iris.spmd.specs import P as P  # noqa: E402
 
 __version__ = "0.1.0"
+
+_DEVICE = {
+    **dict.fromkeys(("load", "store", "get", "put", "copy", "translate"), "ops"),
+    **dict.fromkeys(
+        (f"atomic_{name}" for name in "add sub cas xchg and or xor min max".split()), "atomics"
+    ),
+    **dict.fromkeys(("signal", "wait"), "signals"),
+    "DeviceContext": "context",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Names for use inside Triton kernels; they bring in triton, so they are imported when asked for."""
+    if name not in _DEVICE:
+        raise AttributeError(f"module 'iris' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"iris.device.{_DEVICE[name]}"), name)
+    globals()[name] = value
+    return value

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,9 +69,9 @@ def check(name: str, result: Tensor, reference: Tensor) -> None:
 def candidates(M: int, N: int) -> dict[str, GemmConfig]:
     """Configurations to try at a point."""
     if M <= 64:
-        shapes = [(64, 128, 128, 4, 4, 1, True), (64, 128, 128, 4, 4, 1, False), (64, 64, 128, 4, 5, 1, False), (64, 64, 128, 4, 5, 1, True)]
+        shapes = [(64, 128, 128, 4, 4, 4, True), (64, 128, 128, 4, 4, 1, False), (64, 64, 128, 4, 5, 2, True)]
     else:
-        shapes = [(128, 256, 64, 8, 3, 2, True), (128, 256, 64, 8, 3, 2, False), (128, 256, 64, 8, 4, 4, False)]
+        shapes = [(128, 256, 64, 8, 3, 2, True), (128, 256, 64, 8, 3, 2, False), (128, 256, 64, 8, 4, 4, True)]
     found = {}
     for bm, bn, bk, warps, stages, pieces, cut in shapes:
         copy = 4096 if M <= 64 else 16384
@@ -119,14 +119,6 @@ def measure(stage: str, model: str, M: int, trials: bool) -> Iterator[Row]:
         torch.cuda.synchronize()
         check(name, out, reference)
         calls[name] = call
-    if stage == "all_gather_matmul":
-        for cut in (True, False):
-            first = next(iter(candidates(M, 1).values()))
-            lone = AllGatherMatmul.create(ctx, group, M=M, K=w.shape[0], columns=[w.shape[1]], dtype=x.dtype, config=replace(first, cut=cut))
-            o2 = torch.empty_like(reference)
-            calls[f"iris gemm only {cut}"] = lambda lone=lone, o2=o2: lone(x[:0], [w], out=[o2])
-            lone.warm(x[:0], [w], out=[o2])
-        torch.cuda.synchronize(); dist.barrier()
     names = list(calls)
     random.Random(M).shuffle(names)
     for name in names:

@@ -90,11 +90,11 @@ def _device(text: str) -> str:
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:
     """What the ranks' environment adds to this one's."""
-    environment = {}
+    environment = {"IRIS_DEVICE": options.device}
+    if options.device == "cpu":
+        environment["TRITON_INTERPRET"] = "1"  # the default only where there is no GPU
     if options.lowering is not None:
         environment["IRIS_LOWERING"] = options.lowering
-    if options.device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
     return environment
 
 

@@ -24,12 +24,6 @@ PEERS = tl.constexpr(watch.PEERS)
 SLOTS = tl.constexpr(watch.SLOTS)
 
 
-def encode(rank: int, bases: Sequence[int], record: Tensor) -> Tensor:
-    """Return the context tensor: int64 ``[rank, world size, base 0, ..., address of record]``."""
-    words = [rank, len(bases), *bases, record.data_ptr()]
-    return torch.tensor(words, dtype=torch.int64, device=record.device)
-
-
 @device_class
 class DeviceContext:
     """What a kernel knows of the world: ``rank``, ``world_size``, ``heap_bases``.

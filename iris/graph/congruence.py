@@ -25,7 +25,7 @@ def congruence(graph: Graph) -> dict[str, str]:
 
 
 def _key(node: Node, first: dict[str, str]) -> tuple[object, ...]:
-    """What equal nodes share. As text, for in Python 1, 1.0 and True are equal, and 0.0 and -0.0."""
+    """What equal nodes share. As text: to Python 1, 1.0 and True are equal, and 0.0 and -0.0."""
     args = [*node.args, *(arg for _, arg in node.attrs)]
     if first:
         args = [map_refs(arg, lambda name: Ref(first.get(name, name))) for arg in args]

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from iris.errors import GraphError
@@ -56,7 +57,7 @@ def parse(text: str) -> Graph:
             writes.append((target.strip()[1:], value.strip()[1:]))
         else:
             body = tuple(reversed(bodies.pop(indent + 4, [])))
-            node = _at_line(number, line, lambda p, body=body: p.node(body))
+            node = _at_line(number, line, partial(_Reader.node, body=body))
             bodies.setdefault(indent, []).append(node)
     if len(bodies) > 1:
         raise GraphError(f"line {lines[-1][0]}: a body without its stage")

@@ -14,7 +14,7 @@ from iris.graph.types import Mesh, TensorType
 
 
 class Result(NamedTuple):
-    """Outputs in order, constants as they are; and by input name, what in-place writes leave there."""
+    """Outputs in order, constants as they are; by input name, what in-place writes leave there."""
 
     outputs: list[Any]
     writes: dict[str, PerRank]

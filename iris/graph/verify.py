@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from iris.errors import GraphError, IrisError
 from iris.graph.congruence import congruence
-from iris.graph.nodes import Arg, Graph, Node, Ref, walk
+from iris.graph.nodes import Arg, Graph, Node, Ref, Value, walk
 from iris.graph.ops import InferContext, Local, TypedArg, effects, infer_node
 from iris.graph.types import Mesh, TensorType
 
@@ -51,14 +51,13 @@ def _scope_faults(graph: Graph) -> Iterable[str]:
     taken = [v.name for v in graph.inputs]
     known = set(taken)
     for node in graph.nodes:
-        inside = set(known) if node.body else known
         yield from (
             f"{_at(node)} reads %{name} before it is defined"
             for name in node.uses
             if name not in known
         )
         if node.body:
-            yield from _stage_faults(node, inside)
+            yield from _stage_faults(node, known)
             taken += [v.name for inner in node.body for v in inner.outputs]
         else:
             taken += [v.name for v in node.outputs]
@@ -74,7 +73,7 @@ def _scope_faults(graph: Graph) -> Iterable[str]:
 
 
 def _stage_faults(node: Node, known: set[str]) -> Iterable[str]:
-    made = {}
+    made: dict[str, Value] = {}
     for inner in node.body:
         for name in inner.uses:
             if name not in known and name not in made:
@@ -90,15 +89,18 @@ def _stage_faults(node: Node, known: set[str]) -> Iterable[str]:
 def _type_faults(graph: Graph, before: Graph | None) -> Iterable[str]:
     """Types that the rules do not infer. Nodes taken over from ``before`` were looked at there."""
     types = graph.types
-    old = before.types if before is not None else {}
-    seen = {id(node) for node in walk(before.nodes)} if before is not None else set()
+    seen: set[int] = set()
+    if before is not None:
+        old = before.types
+        if all(old.get(name, type) == type for name, type in types.items()):
+            seen = {id(node) for node in walk(before.nodes)}
     for node in walk(graph.nodes):
-        if node.body or any(name not in types for name in node.uses):
-            continue
-        if id(node) in seen and all(old.get(name) == types[name] for name in node.uses):
+        if node.body or id(node) in seen:
             continue
         try:
             inferred = infer_types(node, types, graph.mesh, graph.place)
+        except KeyError:
+            continue  # it reads what is not defined: said already
         except IrisError as error:
             yield f"{_at(node)}: {error.message}"
             continue
@@ -123,8 +125,8 @@ def _effect_faults(before: Graph, after: Graph) -> Iterable[str]:
 
 
 def _effects_of(graph: Graph) -> dict[str, Node]:
-    """Nodes with effects in order, by the name of their first output, or their place without one."""
-    table = {}
+    """Nodes with effects in order, by the name of their first output or else their place."""
+    table: dict[str, Node] = {}
     for node in walk(graph.nodes):
         if not node.body and effects(node):
             table[node.outputs[0].name if node.outputs else f"#{len(table)}"] = node

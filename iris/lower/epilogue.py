@@ -12,11 +12,14 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from iris import config
 from iris.graph.nodes import Arg, Node, Ref, Token
 from iris.graph.types import TensorType
+
+if TYPE_CHECKING:
+    from iris.lower.stages import Match
 
 Expression = Callable[..., str]
 
@@ -158,6 +161,15 @@ def generate(nodes: Sequence[Node], tiles: Mapping[str, int], result: str) -> Ep
         lines.append(f"{text:<72}  # {node.loc}" if node.loc else text)
     lines.append(f"    return {_name(result)}")
     return Epilogue(HEADER + "\n".join(lines) + "\n", operands)
+
+
+def of_match(match: "Match") -> Epilogue | None:
+    """The epilogue of a matched stage; None where its chain is empty."""
+    if not match.chain:
+        return None
+    scattered = match.stage == "matmul_reduce_scatter"
+    end = match.collective.uses[0] if scattered else match.results[0]
+    return generate(match.chain, {name: i for i, name in enumerate(match.tiles)}, end)
 
 
 def _expression(node: Node) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from iris.graph.types import Mesh, TensorType
 from iris.lower.dtypes import TORCH_DTYPES
-from iris.lower.epilogue import Epilogue, generate
+from iris.lower.epilogue import Epilogue, of_match
 from iris.lower.kernels.all_gather_matmul import AllGatherMatmul
 from iris.lower.kernels.config import default_config
 from iris.lower.kernels.gemm import identity
@@ -57,7 +57,7 @@ class FusedCall:
         self.weights = len(match.products)
         self.shapes = [values.shape(name) for name in match.results]
         self.dtypes = [values.dtype(name) for name in match.results]
-        self.epilogue = _epilogue(match)
+        self.epilogue = of_match(match)
         self.tile_shapes = _tile_shapes(match, self.epilogue, values)
         self.launch, self.workspace = LAUNCHERS[match.stage](self, match, Site(ctx, group, values))
 
@@ -83,22 +83,11 @@ class FusedCall:
 
 def operands_of(match: Match) -> tuple[str, ...]:
     """Values that a fused call takes, in order."""
-    epilogue = _epilogue(match)
+    epilogue = of_match(match)
     left = (
         match.collective.uses[0] if match.stage == "all_gather_matmul" else match.products[0].left
     )
     return (left, *(p.right for p in match.products), *(epilogue.operands if epilogue else ()))
-
-
-def _epilogue(match: Match) -> Epilogue | None:
-    if not match.chain:
-        return None
-    return generate(match.chain, {name: i for i, name in enumerate(match.tiles)}, _end(match))
-
-
-def _end(match: Match) -> str:
-    """The value that the chain ends in."""
-    return match.collective.uses[0] if match.stage == "matmul_reduce_scatter" else match.results[0]
 
 
 def _tile_shapes(match: Match, epilogue: Epilogue | None, values: Values) -> list[Shape]:

@@ -142,6 +142,7 @@ class Iris(Creation, CopyEngine, RankLogging):
         if placement.device.type == "cuda":
             self._watchdog = Watchdog(board, self.watch)
             self._watchdog.start()
+            _load_barrier(self)
         self._become_current()
         if self.cur_rank == 0 and 0 < gpus < self.num_ranks:
             self.info(f"simulation: {self.num_ranks} ranks run on {gpus} GPU{'s' * (gpus > 1)}")
@@ -174,6 +175,7 @@ class Iris(Creation, CopyEngine, RankLogging):
             stream.synchronize()
         elif self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+            self.watch.check(synchronized=True)
         self.heap.check_guards()
         members = self.group(group)
         members.sync(_BARRIER, f"barrier of ranks {members.ranks}")
@@ -249,11 +251,12 @@ class Iris(Creation, CopyEngine, RankLogging):
         return self._table("bases", self.heap.bases, torch.uint64)
 
     def get_device_context(self) -> Tensor:
-        """Return int64[2 + num_ranks]: rank, world size, heap bases.
+        """Return int64[3 + num_ranks] for ``DeviceContext.initialize``.
 
-        For ``DeviceContext.initialize``.
+        Rank, world size, heap bases, and the address of this rank's record of lost waits.
         """
-        values = (self.cur_rank, self.num_ranks, *self.heap.bases)
+        record = self.watch.record.data_ptr()
+        values = (self.cur_rank, self.num_ranks, *self.heap.bases, record)
         return self._table("context", values, torch.int64)
 
     def close(self) -> None:
@@ -341,6 +344,12 @@ def _watch(ctx: Iris) -> "Watch":
     from iris.device.watch import Watch  # the device package brings in triton
 
     return Watch.create(ctx, config.timeout())
+
+
+def _load_barrier(ctx: Iris) -> None:
+    from iris.device.barrier import prepare
+
+    prepare(ctx)
 
 
 def describe(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 import io
 import linecache
 import os
+import sys
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
@@ -15,6 +16,8 @@ def dumps(value: object) -> bytes:
 
     Source that is in no file (a notebook's cell) goes along.
     """
+    if "triton" in sys.modules:
+        import iris.device.pickling  # noqa: F401  (kernels travel too)
     with io.BytesIO() as file:
         _Pickler(file).dump(value)
         return file.getvalue()

@@ -193,6 +193,11 @@ class SpmdMethod:
         self._function, self._instance = function, instance
         self.__wrapped_spmd__ = types.MethodType(function._fn, instance)
 
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """Every program traced for this instance and still kept, the oldest first."""
+        return tuple(self._function._bindings(self._instance)[1].programs.values())
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "SpmdMethod":
         return SpmdMethod(self._function, copy.deepcopy(self._instance, memo))
 
@@ -284,9 +289,7 @@ def spmd(
         raise ConfigError(f"outputs {outputs!r} is not one of {', '.join(OUTPUTS)}")
 
     def wrap(function: Callable[..., Any], title: str) -> SpmdFunction:
-        options = Options(
-            name or title, mesh, in_specs, out_specs, lowering, fuse, replay, outputs
-        )
+        options = Options(name or title, mesh, in_specs, out_specs, lowering, fuse, replay, outputs)
         return SpmdFunction(function, options, static_argnames)
 
     def decorate(function: Any) -> Any:

@@ -232,4 +232,3 @@ class Importer:
         if output.kind == "input":
             return Ref(inputs[output.item].name)
         return None
-

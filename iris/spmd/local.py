@@ -172,7 +172,7 @@ class LocalMesh(Controller):
             answers = self._call(function._options.name, local_rank.run_program, request)
             entry.sent = signature.sent = True
             if isinstance(answers[0], Returned):
-                signature.results = results = self._results(function, signature, bound, answers)
+                signature.results = results = self._results(function, signature, answers)
                 tensors = results.allocate(self._arena)
                 where = self._offsets(tensors)
                 numbers = entry.number, signature.number
@@ -180,9 +180,7 @@ class LocalMesh(Controller):
         assert results is not None
         assert tensors is not None
         _check_equal(function._options.name, results, [d for answer in answers for d in answer])
-        for index in results.written:
-            if inputs[index].data_ptr() != bound.tensors[index].data_ptr():
-                bound.tensors[index].detach().copy_(inputs[index])
+        _write_back(function._options.name, results, bound, inputs)
         return results.assemble(tensors)
 
     def trace_program(
@@ -329,7 +327,6 @@ class LocalMesh(Controller):
         self,
         function: SpmdFunction,
         signature: _Signature,
-        bound: Bound,
         answers: Sequence[Returned],
     ) -> _Results:
         """Check what the ranks returned against the out-specs, and find the global types."""
@@ -346,11 +343,6 @@ class LocalMesh(Controller):
         metas = [[row[leaf.value] for leaf in leaves] for row in rows]
         shapes = [[(dtype_name(meta.dtype), meta.shape) for meta in row] for row in metas]
         types = resolve_types(options.name, leaves, _places(mesh), shapes)
-        if first.written and overlaps(alias_key(bound.tensors)):
-            raise UnsupportedError(
-                f"{options.name}: writes to an argument, and arguments share memory",
-                help="pass copies, or return the new value",
-            )
         dtypes = tuple(meta.dtype for meta in metas[0])
         return _Results(tuple(rows[0]), tree, tuple(types), dtypes, first.written)
 
@@ -430,6 +422,18 @@ def _check_claims(name: str, leaves: Sequence[Leaf]) -> None:
             + "\n  ".join(wrong),
             help="give each a P: P('tp') splits dim 0, P() is the whole tensor on every rank",
         )
+
+
+def _write_back(name: str, results: _Results, bound: Bound, inputs: Sequence[Tensor]) -> None:
+    """Give the caller's tensors what the program wrote to their copies."""
+    if results.written and overlaps(alias_key(bound.tensors)):
+        raise UnsupportedError(
+            f"{name}: writes to an argument, and arguments share memory",
+            help="pass copies, or return the new value",
+        )
+    for index in results.written:
+        if inputs[index].data_ptr() != bound.tensors[index].data_ptr():
+            bound.tensors[index].detach().copy_(inputs[index])
 
 
 def _check_grad(name: str, bound: Bound) -> None:

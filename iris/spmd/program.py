@@ -15,7 +15,6 @@ from iris.errors import SpecError, TraceError, TypeRuleError, UnsupportedError
 from iris.graph.nodes import Graph, Ref, Value
 from iris.graph.ops import Output as Returned
 from iris.graph.ops import check_outputs, get_op
-from iris.graph.passes import run_passes
 from iris.graph.types import Mesh, TensorType
 from iris.lower.program import Executable, build
 from iris.lower.replay import Runner
@@ -26,6 +25,7 @@ from iris.runtime.context import current
 from iris.runtime.groups import Group
 from iris.spmd.binding import Binder, Bound, alias_key, flat_base
 from iris.spmd.context import TraceContext
+from iris.spmd.dump import Dump
 from iris.spmd.guards import Access
 from iris.spmd.importing import Importer
 from iris.spmd.mesh import ProgramMesh
@@ -61,6 +61,7 @@ class Program:
     leaves: tuple[Leaf, ...]
     bases: tuple[tuple[int, ...], ...] = ()  # leaves that share memory, where the program writes
     choices: Mapping[str, Choice] = field(default_factory=dict)
+    dump: Dump | None = None
     executable: Executable | None = None
     runner: Runner | None = None
     _single: bool = field(init=False)
@@ -313,7 +314,10 @@ class Compiler:
         importer = self._importer(context, mesh)
         graph = importer.run(traced, inputs)
         self._check_results(traced, graph)
-        fused = run_passes(graph) if self.options.fuse else graph
+        dump = Dump(self.name)
+        fused = dump.passes(graph) if self.options.fuse else graph
+        choices = choose(fused, self._lowering(mesh))
+        dump.kernels(choices)
         captured = tuple(importer.captured)
         return Program(
             self.options,
@@ -325,7 +329,8 @@ class Compiler:
             traced.out_tree,
             tuple(leaves),
             bases,
-            choose(fused, self._lowering(mesh)),
+            choices,
+            dump,
         )
 
     def _lowering(self, mesh: ProgramMesh) -> str:
@@ -393,6 +398,8 @@ def prepare(program: Program) -> None:
         ctx, mesh = current(), program.mesh
         place = Place(dict(mesh.coord), ctx, lambda axes: ctx.group(mesh.members(axes)))
         program.executable = build(program.fused, program.choices, place)
+        if program.dump is not None:
+            program.dump.write("plan", program.executable.text)
         options = program.options
         reuse = options.outputs == "reuse"
         program.runner = Runner(

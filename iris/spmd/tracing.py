@@ -2,6 +2,7 @@
 
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import types
@@ -34,7 +35,7 @@ _LIBRARY_DIRS = (
     "<eval_with_key>",
     "<frozen ",
 )
-_DEMO = os.sep + os.path.join("iris", "demo") + os.sep
+_USERS_OWN = re.compile(r"iris[\\/](demo|hf)[\\/]")  # written as a user would
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def user_line(frame: types.FrameType | None) -> str:
     """``model.py:41``: the innermost frame that is neither torch's nor ours; empty when there is none."""
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith(_LIBRARY_DIRS) or _DEMO in path:
+        if not path.startswith(_LIBRARY_DIRS) or _USERS_OWN.search(path):
             return f"{os.path.basename(path)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -184,7 +185,7 @@ def _error_line(error: BaseException) -> str:
     step = error.__traceback__
     while step is not None:
         path = step.tb_frame.f_code.co_filename
-        if not path.startswith(_LIBRARY_DIRS) or _DEMO in path:
+        if not path.startswith(_LIBRARY_DIRS) or _USERS_OWN.search(path):
             source = linecache.getline(path, step.tb_lineno).strip()
             line = f"\n  at {os.path.basename(path)}:{step.tb_lineno}: {source}"
         step = step.tb_next

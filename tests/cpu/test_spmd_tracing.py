@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import os
+import subprocess
 import sys
 import warnings
 
@@ -287,7 +289,11 @@ def test_pytrees_keep_their_order():
     @iris.spmd
     def f(d, pair, batch, nested=None):
         parts = [v for values in d.values() for v in values]
-        return {"z": torch.cat(parts), "a": [pair.first - pair.second, batch.tokens * batch.mask], "n": nested}
+        return {
+            "z": torch.cat(parts),
+            "a": [pair.first - pair.second, batch.tokens * batch.mask],
+            "n": nested,
+        }
 
     for i in range(3):
         t = [torch.tensor([float(i + k)]) for k in range(8)]
@@ -350,7 +356,11 @@ def test_branches_on_shapes_and_on_values():
 
 @pytest.mark.parametrize(
     ("escape", "what"),
-    [(lambda x: x.numpy(), "numpy()"), (lambda x: x.tolist(), "tolist()"), (lambda x: x.data_ptr(), "data_ptr()")],
+    [
+        (lambda x: x.numpy(), "numpy()"),
+        (lambda x: x.tolist(), "tolist()"),
+        (lambda x: x.data_ptr(), "data_ptr()"),
+    ],
 )
 def test_values_that_escape_are_refused(escape, what):
     @iris.spmd
@@ -363,7 +373,10 @@ def test_values_that_escape_are_refused(escape, what):
     first, where, help_ = str(caught.value).splitlines()
     assert first == f"f: {what} of a traced tensor: its values are not known while tracing"
     assert where.startswith("  at test_spmd_tracing.py:")
-    assert help_ == "help: keep the computation in torch ops, or do this outside the decorated function"
+    assert (
+        help_
+        == "help: keep the computation in torch ops, or do this outside the decorated function"
+    )
 
 
 def test_tensors_closed_over_are_inputs():
@@ -537,3 +550,33 @@ def test_without_a_context(ctx):
 
 def test_module_is_not_imported_twice():
     assert sys.modules["iris"] is iris
+
+
+def test_dump_holds_every_step_and_a_script_that_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("IRIS_DUMP", str(tmp_path))
+
+    @iris.spmd(in_specs=(P("tp", None), P(None, "tp")), out_specs=P(None, "tp"), lowering="triton")
+    def up(x, w):
+        return F.silu(iris.all_gather(x, "tp", dim=0) @ w)
+
+    up(torch.ones(4, 8), torch.ones(8, 6))
+    folder = tmp_path / "rank0" / "up"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "00_import.txt",
+        "01_canonicalise.txt",
+        "02_dedupe.txt",
+        "03_fuse.txt",
+        "04_kernel_all_gather_matmul_2.txt",
+        "05_plan.txt",
+        "repro.py",
+    ]
+    assert "tl.sigmoid" in (folder / "04_kernel_all_gather_matmul_2.txt").read_text()
+    ran = subprocess.run(
+        [sys.executable, str(folder / "repro.py")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert ran.stdout.startswith("output 0, rank 0: shape (4, 6), sum ")

@@ -4,23 +4,21 @@ from collections.abc import Mapping, Sequence
 
 from iris.errors import IrisError
 from iris.graph.nodes import Node
-from iris.graph.ops import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    axis_index,
-    broadcast,
-    matmul,
-    ppermute,
-    reduce_scatter,
-)
+from iris.graph.ops.all_gather import AllGather
+from iris.graph.ops.all_reduce import AllReduce
+from iris.graph.ops.all_to_all import AllToAll
 from iris.graph.ops.attention import ATTENTION
+from iris.graph.ops.axis_index import AxisIndex as AxisIndex
 from iris.graph.ops.base import Effect, InferContext, Local, Op, TypedArg, registry
+from iris.graph.ops.broadcast import Broadcast
 from iris.graph.ops.indexing import INDEXING
+from iris.graph.ops.matmul import PRODUCTS
 from iris.graph.ops.norms import NORMS
-from iris.graph.ops.opaque import RANDOM, Opaque
+from iris.graph.ops.opaque import FACTORIES, RANDOM, Opaque
 from iris.graph.ops.outputs import Output, check_output, check_outputs
 from iris.graph.ops.pointwise import POINTWISE
+from iris.graph.ops.ppermute import Ppermute
+from iris.graph.ops.reduce_scatter import ReduceScatter
 from iris.graph.ops.reductions import REDUCTIONS
 from iris.graph.ops.rules import axes_of, group_size, shard_sizes
 from iris.graph.ops.stages import STAGES
@@ -48,25 +46,19 @@ __all__ = [
 ]
 
 COLLECTIVES = frozenset(
-    op.name
-    for op in (
-        all_gather.AllGather,
-        all_reduce.AllReduce,
-        all_to_all.AllToAll,
-        broadcast.Broadcast,
-        ppermute.Ppermute,
-        reduce_scatter.ReduceScatter,
-    )
+    op.name for op in (AllGather, AllReduce, AllToAll, Broadcast, Ppermute, ReduceScatter)
 )
 """Names of the ops that move values between ranks."""
 
 FAMILIES: Mapping[str, Op] = {
+    **PRODUCTS,
     **POINTWISE,
     **VIEWS,
     **REDUCTIONS,
     **INDEXING,
     **NORMS,
     **ATTENTION,
+    **FACTORIES,
     **RANDOM,
     "view.dtype": Opaque("view.dtype"),
 }

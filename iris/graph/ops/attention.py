@@ -59,7 +59,7 @@ class Attention(Op):
                     else scores + mask[rank]
                 )
             if causal:
-                scores = np.where(np.tri(*scores.shape[-2:], dtype=bool), scores, -np.inf)
+                scores = np.where(np.tri(*scores.shape[-2:]) > 0, scores, -np.inf)
             top = scores.max(-1, keepdims=True)
             weights = np.exp(scores - top)
             total = weights.sum(-1, keepdims=True)

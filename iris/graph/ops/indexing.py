@@ -1,6 +1,6 @@
 """Ops that pick or place elements by index."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -51,7 +51,7 @@ class IndexSelect(Op):
         (local,), (x, dim, index) = locals, args[:3]
         dim = shape_dim(dim, len(x.shape))
         through: list[Link] = [None if d == dim else d for d in range(len(x.shape))]
-        links = [through, [dim] * len(index.shape)]
+        links: list[Sequence[Link]] = [through, [dim] * len(index.shape)]
         return (propagate(self.name, ctx, [x, index], links, local, ((0,),)),)
 
     def reference(
@@ -180,7 +180,7 @@ def _at_rank(arg: Any, rank: int) -> Any:
     return tuple(_at_rank(a, rank) for a in arg) if isinstance(arg, tuple) else arg
 
 
-def _slots(x: np.ndarray, dim: int, index: Any) -> tuple[Any, ...]:
+def _slots(x: np.ndarray, dim: int, index: Any) -> Any:
     return (*[slice(None)] * (dim % x.ndim), index)
 
 
@@ -195,7 +195,7 @@ def place_select(x: np.ndarray, src: Any, dim: int, index: int) -> None:
 
 
 def place_index(x: np.ndarray, indices: Any, values: Any, accumulate: bool = False) -> None:
-    where = tuple(slice(None) if i is None else i for i in indices)
+    where: Any = tuple(slice(None) if i is None else i for i in indices)
     if accumulate:
         np.add.at(x, where, values)
     else:
@@ -220,7 +220,7 @@ def add_along(x: np.ndarray, dim: int, index: Any, src: np.ndarray) -> None:
     np.add.at(x, tuple(grid), src[tuple(slice(n) for n in index.shape)])
 
 
-PLACING = {
+PLACING: dict[str, Callable[..., None]] = {
     "slice_scatter": place_slice,
     "select_scatter": place_select,
     "index_put": place_index,

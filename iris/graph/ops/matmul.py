@@ -85,21 +85,18 @@ class Matmul(Op):
         return [[np.asarray(np.matmul(a, b)).astype(dtype) for a, b in pairs]]
 
 
-@register
 class Mv(Matmul):
     """A product with a vector: ``f32[8, 4/tp], f32[4/tp] -> f32[8]+tp``."""
 
     name = "mv"
 
 
-@register
 class Dot(Matmul):
     """A product of two vectors: ``f32[8/tp], f32[8/tp] -> f32[]+tp``."""
 
     name = "dot"
 
 
-@register
 class IntMm(Matmul):
     """A product of int8 matrices in i32: ``i8[8, 4/tp], i8[4/tp, 6] -> i32[8, 6]+tp``."""
 
@@ -112,7 +109,6 @@ class IntMm(Matmul):
         return super().reference(node, wide, attrs, mesh)
 
 
-@register
 class Addmm(Op):
     """``beta * bias + alpha * (a @ b)``: ``f32[6], f32[8/tp, 4], f32[4, 6] -> f32[8/tp, 6]``.
 
@@ -148,23 +144,20 @@ class Addmm(Op):
         ]
 
 
-@register
 class Baddbmm(Addmm):
     """`addmm` over a batch: ``f32[2, 8, 6], f32[2, 8, 4], f32[2, 4, 6] -> f32[2, 8, 6]``."""
 
     name = "baddbmm"
 
 
-@register
 class Addmv(Addmm):
     """`addmm` with a vector: ``f32[8], f32[8, 4], f32[4] -> f32[8]``."""
 
     name = "addmv"
 
 
-@register
 class ScaledMm(Op):
-    """A product of fp8 matrices with scales: ``f8e4m3fn[8, 4/tp], f8e4m3fn[4/tp, 6] -> bf16[8, 6]+tp``.
+    """A scaled fp8 product: ``f8e4m3fn[8, 4/tp], f8e4m3fn[4/tp, 6] -> bf16[8, 6]+tp``.
 
     Each rank's scaled product is its part of the sum, whatever its scales; so scales of K-split
     operands may differ by rank. ``args``: a, b, scale_a, scale_b, bias, scale_result, out_dtype.
@@ -185,7 +178,7 @@ class ScaledMm(Op):
             operands = [*tensors(args, attrs)]
             place = next(i for i, t in enumerate(operands) if t is bias)
             raise_biased(self.name, ctx, operands, place, (0, 1), product.partial[0])
-        links = [tuple(range(len(product.shape)))]
+        links: list[Sequence[Link]] = [tuple(range(len(product.shape)))]
         operands = [product]
         for t in tensors(args[2:], attrs):
             links.append(aligned(ctx.local(t), locals[0].shape))
@@ -202,3 +195,9 @@ class ScaledMm(Op):
             product = np.matmul(a, b) * scale_a * scale_b
             out.append((product if bias is None else product + bias[rank]).astype(dtype))
         return [out]
+
+
+PRODUCTS: dict[str, Op] = {
+    op.name: op for op in (Mv(), Dot(), IntMm(), Addmm(), Baddbmm(), Addmv(), ScaledMm())
+}
+"""ATen's other products, by name."""

@@ -1,18 +1,23 @@
-"""Ops about which nothing is known but their inputs, and ops that draw random numbers."""
+"""Ops known by their inputs only, makers of constants, and ops that draw random numbers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from iris.graph.ops.base import Effect, InferContext, Local, Op, TypedArg
-from iris.graph.ops.rules import Link, propagate, tensors
-from iris.graph.types import TensorType
+import numpy as np
+
+from iris.graph.nodes import Node
+from iris.graph.ops.base import Effect, InferContext, Local, Op, PerRank, TypedArg
+from iris.graph.ops.numerics import numpy_dtype
+from iris.graph.ops.rules import Link, group_size, propagate, tensors
+from iris.graph.types import Mesh, TensorType
 
 
 class Opaque(Op):
     """Any op: ``f32[8, 4], f32[4] -> f32[3]`` of replicated inputs; ``f32[8/tp, 4] -> f32[3]~tp``.
 
     The output is replicated if every input is, and varies over every axis over which an input is
-    not. Partial inputs are refused. A factory (no tensor inputs) gives a replicated value.
+    not. Partial inputs are refused.
     """
 
     def __init__(self, name: str) -> None:
@@ -30,6 +35,54 @@ class Opaque(Op):
         operands = list(tensors(args, attrs))
         links: list[Sequence[Link]] = [[None] * len(t.shape) for t in operands]
         return tuple(propagate(self.name, ctx, operands, links, local) for local in locals)
+
+
+class Factory(Op):
+    """A tensor made from numbers alone, the same on every rank: ``full (4, 2), 1.0 -> f32[4, 2]``.
+
+    A tensor it takes for its dtype (``new_zeros``) says nothing about the result.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name = name  # type: ignore[misc]
+        self.function = function
+
+    def infer(
+        self,
+        ctx: InferContext,
+        args: Sequence[TypedArg],
+        attrs: Mapping[str, TypedArg],
+        locals: Sequence[Local],
+    ) -> tuple[TensorType, ...]:
+        return tuple(TensorType(local.dtype, local.shape) for local in locals)
+
+    def reference(
+        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
+    ) -> list[PerRank]:
+        type = node.out.type
+        made = np.asarray(self.function(type.shape, args)).astype(numpy_dtype(type.dtype))
+        return [[made] * group_size(mesh, mesh.names)]
+
+
+FACTORIES: dict[str, Op] = {
+    name: Factory(name, function)
+    for name, function in {
+        "zeros": lambda shape, args: np.zeros(shape),
+        "ones": lambda shape, args: np.ones(shape),
+        "full": lambda shape, args: np.full(shape, args[1]),
+        "empty": lambda shape, args: np.zeros(shape),
+        "new_zeros": lambda shape, args: np.zeros(shape),
+        "new_ones": lambda shape, args: np.ones(shape),
+        "new_full": lambda shape, args: np.full(shape, args[2]),
+        "new_empty": lambda shape, args: np.zeros(shape),
+        "new_empty_strided": lambda shape, args: np.zeros(shape),
+        "empty_strided": lambda shape, args: np.zeros(shape),
+        "scalar_tensor": lambda shape, args: np.asarray(args[0]),
+        "arange": lambda shape, args: np.arange(*args),
+        "eye": lambda shape, args: np.eye(*shape),
+    }.items()
+}
+"""Every op that makes a tensor from numbers, by ATen name."""
 
 
 class Random(Op):

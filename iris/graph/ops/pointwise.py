@@ -20,13 +20,15 @@ EACH: Linear = ((0,), (1,))  # linear in either
 # fmt: off
 UNARY: dict[str, Function] = {
     "abs": np.abs, "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log,
-    "log2": np.log2, "log10": np.log10, "log1p": np.log1p, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x),
+    "log2": np.log2, "log10": np.log10,
+    "log1p": np.log1p, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x),
     "reciprocal": lambda x: 1 / x, "square": np.square, "sin": np.sin, "cos": np.cos, "tan": np.tan,
     "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan, "sinh": np.sinh, "cosh": np.cosh,
     "tanh": np.tanh, "asinh": np.arcsinh, "acosh": np.arccosh, "atanh": np.arctanh, "sign": np.sign,
     "sgn": np.sign, "floor": np.floor, "ceil": np.ceil, "round": np.round, "trunc": np.trunc,
     "frac": lambda x: x - np.trunc(x), "isnan": np.isnan, "isinf": np.isinf,
-    "isfinite": np.isfinite, "signbit": np.signbit, "logical_not": np.logical_not, "bitwise_not": np.invert,
+    "isfinite": np.isfinite, "signbit": np.signbit,
+    "logical_not": np.logical_not, "bitwise_not": np.invert,
     "sigmoid": nm.sigmoid, "silu": lambda x: x * nm.sigmoid(x), "gelu": nm.gelu, "erf": nm.erf,
     "erfc": lambda x: 1 - nm.erf(x), "mish": lambda x: x * np.tanh(nm.softplus(x)),
     "relu": lambda x: np.maximum(x, 0), "relu6": lambda x: np.clip(x, 0, 6),
@@ -162,4 +164,4 @@ POINTWISE: dict[str, Op] = {
     "zero": Like("zero", np.zeros_like),
     "empty_like": Like("empty_like", np.zeros_like),
 }
-"""Every elementwise op by ATen name; an overload with an entry (``max.other``) is not its base op."""
+"""Every elementwise op by ATen name; an overload with an entry is not its base op."""

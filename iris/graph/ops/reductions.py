@@ -30,7 +30,7 @@ class Mixing:
 
 
 class Reduction(Op):
-    """An op along dims: sum over dim 0 ``f32[8/tp, 4] -> f32[4]+tp``, amax over it ``-> f32[4]~tp``.
+    """An op along dims: sum over dim 0 ``f32[8/tp, 4] -> f32[4]+tp``, its amax ``-> f32[4]~tp``.
 
     Other dims keep their split. Along a split dim each rank works on its own shard.
     """

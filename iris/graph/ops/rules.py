@@ -192,8 +192,8 @@ def raise_not_linear(
     elif len(parts) > 1:
         what = f"{part} {due} and so is {names[parts[1]]}"
     elif linear:
-        differ = (i for i, t in enumerate(operands) if t is not None and i not in parts)
-        other = next(names[i] for i in differ if axis in operands[i].split_axes)
+        split = [i for i, t in enumerate(operands) if t is not None and axis in t.split_axes]
+        other = names[split[0]]
         what = f"{part} {due} and {other} is split over it"
     else:
         what = f"{part} {due} and {short} is not linear"
@@ -214,7 +214,7 @@ def operand_names(ctx: InferContext, operands: Sequence[TensorType | None]) -> l
 
 
 def where(ctx: InferContext, operands: Sequence[TensorType | None]) -> list[str]:
-    """Lines of an error: the user's line, then every operand, its type and where it was made."""
+    """Lines of an error: the user's line, then every operand, its type and origin."""
     lines = [f"  at {ctx.loc}"] if ctx.loc else []
     made = iter(ctx.sources)
     for name, type in zip(operand_names(ctx, operands), operands, strict=True):

@@ -68,7 +68,7 @@ class MatmulAllGather(Stage):
 
 @register
 class AllReduceNorm(Stage):
-    """``norm(all_reduce(x) + residual)``: ``bf16[4, 8]+tp, bf16[4, 8] -> bf16[4, 8], bf16[4, 8]``."""
+    """``norm(all_reduce(x) + r)``: ``bf16[4, 8]+tp, bf16[4, 8] -> bf16[4, 8], bf16[4, 8]``."""
 
     name = "all_reduce_norm"
 

@@ -11,6 +11,7 @@ from iris.graph.ops.base import InferContext, Local, Op, PerRank, TypedArg
 from iris.graph.ops.groups import coordinates
 from iris.graph.ops.rules import (
     Dim,
+    Link,
     aligned,
     at,
     group_size,
@@ -28,6 +29,10 @@ DimRule = Callable[[InferContext, TensorType, Sequence[Any], tuple[int, ...]], l
 Function = Callable[[np.ndarray, Sequence[Any], Sequence[tuple[int, ...]]], list[np.ndarray]]
 
 
+# Dims of an operand and the dims of the output with as many elements.
+Pair = tuple[tuple[int, ...], tuple[int, ...]]
+
+
 def dims_of(x: TensorType) -> list[Dim]:
     return [*zip(x.shape, x.spec, strict=True)]
 
@@ -35,12 +40,13 @@ def dims_of(x: TensorType) -> list[Dim]:
 def reshape_dims(
     ctx: InferContext, x: TensorType, args: Sequence[Any], out: tuple[int, ...]
 ) -> list[Dim]:
-    """Dims meet in groups of equal product: ``(2, 3, 8) -> (6, 8)`` is ``(2, 3) -> (6), (8) -> (8)``.
+    """Dims meet in groups of equal product: ``(2, 3, 8) -> (6, 8)`` is two: ``(2, 3), (8)``.
 
     A group that is one dim on both sides keeps it. A merged or cut group stays split where its
     outermost dim is split evenly, for then the shards of the whole are blocks of it.
     """
-    sizes, result = ctx.local(x), [(n, ()) for n in out]
+    sizes = ctx.local(x)
+    result: list[Dim] = [(n, ()) for n in out]
     for inner, outer in dim_groups(sizes, out):
         if len(inner) == len(outer) == 1:
             result[outer[0]] = (x.shape[inner[0]], x.spec[inner[0]])
@@ -55,9 +61,7 @@ def reshape_dims(
     return result
 
 
-def dim_groups(
-    sizes: tuple[int, ...], out: tuple[int, ...]
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def dim_groups(sizes: tuple[int, ...], out: tuple[int, ...]) -> list[Pair]:
     """The finest pairing of runs of dims with equal products, left to right.
 
     >>> dim_groups((2, 3, 8), (6, 8))
@@ -65,7 +69,8 @@ def dim_groups(
     """
     if 0 in sizes:
         return empty_groups(sizes, out)
-    pairs, i, j = [], 0, 0
+    pairs: list[Pair] = []
+    i = j = 0
     while i < len(sizes) or j < len(out):
         start, stop, here, there = i, j, 1, 1
         if i < len(sizes):
@@ -81,14 +86,12 @@ def dim_groups(
     return pairs
 
 
-def empty_groups(
-    sizes: tuple[int, ...], out: tuple[int, ...]
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def empty_groups(sizes: tuple[int, ...], out: tuple[int, ...]) -> list[Pair]:
     """Pairs of equal dims from both ends: products say nothing where a dim has no rows."""
     short = min(len(sizes), len(out))
     front = next((d for d in range(short) if sizes[d] != out[d]), short)
     back = next((d for d in range(short - front) if sizes[-1 - d] != out[-1 - d]), short - front)
-    pairs = [((d,), (d,)) for d in range(front)]
+    pairs: list[Pair] = [((d,), (d,)) for d in range(front)]
     pairs += [((len(sizes) - 1 - d,), (len(out) - 1 - d,)) for d in range(back)]
     return pairs
 
@@ -245,13 +248,13 @@ class Join(Op):
     ) -> tuple[TensorType, ...]:
         (local,), parts = locals, list(tensors(args[:1]))
         dim = shape_dim(at(args, 1, attrs.get("dim", 0)), len(local.shape))
+        links: list[Sequence[Link]]
         if self.name == "stack":
             links = [[d + (d >= dim) for d in range(len(t.shape))] for t in parts]
         else:
-            links = [[d for d in range(len(t.shape))] for t in parts]
             if len({t.spec[dim:] and t.spec[dim] for t in parts}) == 1 and parts[0].spec[dim]:
                 return (self._join_shards(ctx, parts, dim, local),)
-            links = [[None if d == dim else d for d in row] for row in links]
+            links = [[None if d == dim else d for d in range(len(t.shape))] for t in parts]
         return (propagate(self.name, ctx, parts, links, local, (tuple(range(len(parts))),)),)
 
     def _join_shards(

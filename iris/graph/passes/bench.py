@@ -14,7 +14,7 @@ REACH = 1000
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why nodes cannot run as one: ``node`` needs ``between``, which comes after another of them."""
+    """Why nodes cannot run as one: ``node`` needs ``between``, which needs another of them."""
 
     node: int
     between: Node
@@ -84,7 +84,8 @@ class Bench:
         late: dict[str, Node] = {}  # values that can only be made after the group
         effect: Node | None = None  # an effect that has to come after the group
         begun = False  # an effect of the group is behind us
-        first, last = [], []
+        first: list[int] = []
+        last: list[int] = []
         for number in self._window(group):
             node, uses = self.nodes[number], self.uses[number]
             if number in group:

@@ -13,11 +13,11 @@ Shape = tuple[int, ...]
 # Pointwise ops that a generated epilogue computes.
 EPILOGUE = frozenset(
     {
-        "_to_copy", "abs", "add", "addcmul", "clamp", "clamp_max", "clamp_min", "clone", "cos", "div",
-        "elu", "eq", "erf", "exp", "exp2", "ge", "gelu", "gt", "hardsigmoid", "hardswish", "hardtanh",
-        "le", "leaky_relu", "log", "lt", "maximum", "minimum", "mul", "ne", "neg", "pow",
-        "reciprocal", "relu", "relu6", "rsqrt", "rsub", "sigmoid", "silu", "sin", "softplus", "sqrt",
-        "square", "sub", "tanh", "where",
+        "_to_copy", "abs", "add", "addcmul", "clamp", "clamp_max", "clamp_min", "clone", "cos",
+        "div", "elu", "eq", "erf", "exp", "exp2", "ge", "gelu", "gt", "hardsigmoid",
+        "hardswish", "hardtanh", "le", "leaky_relu", "log", "lt", "maximum", "minimum", "mul",
+        "ne", "neg", "pow", "reciprocal", "relu", "relu6", "rsqrt", "rsub", "sigmoid", "silu",
+        "sin", "softplus", "sqrt", "square", "sub", "tanh", "where",
     }
 )  # fmt: skip
 RESHAPES = frozenset({"view", "_unsafe_view", "unsqueeze", "squeeze"})
@@ -84,7 +84,7 @@ def grow(bench: Bench, core: Collection[int], seeds: Iterable[str]) -> set[int]:
 
 
 def trim(bench: Bench, core: Collection[int], group: set[int], values: Collection[str]) -> set[int]:
-    """``group`` without what cannot move to the core, follows an output, or is a view at the end."""
+    """``group`` less what cannot move to the core, what follows an output, and views at the end."""
     group = set(group)
     while (obstacle := bench.obstacle(group)) and obstacle.node not in core:
         drop(bench, core, group, obstacle.node)

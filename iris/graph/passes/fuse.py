@@ -81,7 +81,8 @@ def fuse_all_gather(bench: Bench, gather: int) -> str | None:
 
 def all_gather_matmul(bench: Bench, gather: int) -> str | None:
     """Fuse a gather with every matmul that reads its result as the left operand."""
-    core, products, reason = {gather}, [], "nothing reads its result"
+    products: list[int] = []
+    core, reason = {gather}, "nothing reads its result"
     for value, views, number in readers_through_views(bench, bench.nodes[gather].out.name):
         node, group = bench.nodes[number], core | views | {number}
         fault = product_fault(bench, node, value) or distance_fault(bench, group, node)
@@ -169,7 +170,7 @@ def reduction_fault(bench: Bench, number: int) -> str | None:
 
 
 def after_sum(bench: Bench, core: set[int], number: int) -> tuple[set[int], bool]:
-    """``core`` with the pointwise chain after the sum and the RMSNorm at its end, if there is one."""
+    """``core`` with the pointwise chain after the sum and its RMSNorm; whether there is one."""
     group, values, value = set(core), set(), bench.nodes[number].out.name
     normed: set[int] | None = None
     while True:

@@ -1,0 +1,161 @@
+"""The forward pass of a decoder of the Llama family as one program over all ranks, and what `generate` calls."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from iris.errors import UnsupportedError
+from iris.nn.attention import KVCache
+
+SHORTEST = 16  # rows of the shortest prefill; longer ones are padded to powers of two, so programs see few shapes
+
+
+class HeldCache(Cache):
+    """A cache of transformers whose keys and values, this rank's heads of all layers, are one `KVCache`."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.held: KVCache | None = None
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Rows in use."""
+        del layer_idx
+        return 0 if self.held is None else self.held.length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` rows."""
+        if self.held is not None:
+            self.held.length += tokens_to_remove
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take the batch entries ``beam_idx``, as beam search asks."""
+        if self.held is not None:
+            self.held.tensor = self.held.tensor.index_select(2, beam_idx)
+
+    def append(self, new: Tensor, rows: int) -> None:
+        """See :meth:`KVCache.append`."""
+        if self.held is None:
+            self.held = KVCache(new)
+        self.held.append(new, rows)
+
+
+def decode(
+    model: Any,
+    ids: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    mask: Tensor | None,
+    past: tuple[Tensor, ...],
+    keep: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Logits ``[batch, kept, words]``, and the new keys and values ``[layers, 2, batch, groups/axis, rows, width]``.
+
+    Args:
+        ids: ``[batch, rows]``.
+        past: nothing, or the tensor of a `KVCache`.
+        keep: the rows whose logits are wanted.
+
+    The rest: see :meth:`ParallelAttention.forward`.
+    """
+    decoder, held = model.model, []
+    x = decoder.embed_tokens(ids)
+    for index, layer in enumerate(decoder.layers):
+        before = past[0][index] if past else None
+        attended, new = layer.self_attn(layer.input_layernorm(x), cos, sin, before, mask)
+        x = x + attended
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        held.append(new)
+    return model.lm_head(decoder.norm(x.index_select(1, keep))), torch.stack(held)
+
+
+def forward(
+    self: Any,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cache: Cache | None = None,
+    past_key_values: Cache | None = None,
+    use_cache: bool | None = None,
+    logits_to_keep: int | Tensor = 0,
+    **others: Any,
+) -> CausalLMOutputWithPast:
+    """Logits of the next tokens, as transformers' own ``forward``; the same on every rank.
+
+    ``attention_mask [batch, past + rows]`` is 0 where a batch entry is padding. Any other argument is refused, unless it
+    is None or False. The cache that comes back must be passed on: it is the one that holds the keys.
+    """
+    asked = sorted(name for name, value in others.items() if value is not None and value is not False)
+    refused = [name for name in asked if name not in ("return_dict", "cache_position")]
+    if input_ids is None or refused:
+        raise UnsupportedError(
+            f"a parallelized model does not take {', '.join(refused) or 'a call without input_ids'}",
+            help="pass input_ids, attention_mask, position_ids, the cache, use_cache and logits_to_keep",
+        )
+    known = _own_cache(past_key_values if cache is None else cache)
+    batch, rows = input_ids.shape
+    start = known.get_seq_length()
+    padded = rows if rows == 1 else max(SHORTEST, 1 << (rows - 1).bit_length())
+    if position_ids is None:
+        position_ids = torch.arange(start, start + rows, device=input_ids.device)
+    position_ids = position_ids.expand(batch, rows)
+    extra = (0, padded - rows)
+    pad = torch.nn.functional.pad
+    mask = _mask(attention_mask, batch, start, rows, padded, known, self)
+    like = torch.empty(0, dtype=self.dtype, device=input_ids.device)
+    cos, sin = self.model.rotary_emb(like, pad(position_ids, extra))
+    past = (known.held.tensor,) if known.held is not None and start else ()
+    keep = _kept(logits_to_keep, rows, padded).to(input_ids.device)
+    logits, new = self.spmd(pad(input_ids, extra), cos, sin, mask, past, keep)
+    if use_cache is not False:
+        known.append(new, rows)
+    names = {"cache", "past_key_values"} & set(CausalLMOutputWithPast.__dataclass_fields__)
+    given = dict.fromkeys(names, None if use_cache is False else known)
+    return CausalLMOutputWithPast(logits=logits[:, :rows], **given)
+
+
+def _own_cache(cache: Cache | None) -> HeldCache:
+    """``cache`` if it is one of ours; a new one for None or an empty one that `generate` made."""
+    if isinstance(cache, HeldCache):
+        return cache
+    if cache is not None and cache.get_seq_length():
+        raise UnsupportedError(
+            f"a {type(cache).__name__} that holds keys of whole heads cannot be split over ranks",
+            help="pass no cache at first, then the one that came back",
+        )
+    return HeldCache()
+
+
+def _kept(logits_to_keep: int | Tensor, rows: int, padded: int) -> Tensor:
+    """Indices of the rows whose logits are wanted: all (0), the last n, or those of a tensor."""
+    if isinstance(logits_to_keep, Tensor):
+        return logits_to_keep % rows
+    return torch.arange(rows - logits_to_keep, rows) if logits_to_keep else torch.arange(padded)
+
+
+def _mask(
+    attention_mask: Tensor | None,
+    batch: int,
+    start: int,
+    rows: int,
+    padded: int,
+    cache: HeldCache,
+    model: Any,
+) -> Tensor | None:
+    """What is added to the scores: ``[batch, 1, rows, capacity + rows]``; None is plain causal, with no past."""
+    everything = attention_mask is None or bool(attention_mask.all())
+    if not start and everything:
+        return None
+    capacity = cache.held.capacity if cache.held is not None and start else 0
+    device = model.device
+    row = torch.arange(padded, device=device)
+    seen = torch.zeros(batch, padded, capacity + padded, dtype=torch.bool, device=device)
+    seen[:, :, :start] = True
+    seen[:, :, capacity:] = row[:, None] >= row
+    if attention_mask is not None and not everything:
+        seen[:, :, :start] &= attention_mask[:, None, :start].bool()
+        seen[:, :, capacity : capacity + rows] &= attention_mask[:, None, start:].bool()
+    lowest = torch.finfo(model.dtype).min
+    return torch.zeros((), dtype=model.dtype, device=device).where(seen, lowest).unsqueeze(1)

@@ -1,0 +1,75 @@
+"""``IRIS_DUMP=folder``: every step of every program as numbered text, and a script that runs the graph alone."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from iris import config
+from iris.graph.nodes import Graph
+from iris.graph.passes import PASSES, run_passes
+from iris.lower.choices import Choice
+from iris.lower.epilogue import of_match
+from iris.runtime.context import current_or_none
+
+REPRO = '''"""Runs the graph of program {name} alone: all ranks in this process, in numpy, on random inputs."""
+
+import numpy as np
+
+from iris.graph.ops.numerics import numpy_dtype
+from iris.graph.parse import parse
+from iris.graph.reference import run, shard
+
+TEXT = """\\
+{text}"""
+
+graph = parse(TEXT)
+rng = np.random.default_rng(0)
+inputs = []
+for value in graph.inputs:
+    whole = 4 * rng.standard_normal(value.type.shape)
+    inputs.append(shard(np.asarray(whole).astype(numpy_dtype(value.type.dtype)), value.type, graph.mesh))
+for number, ranks in enumerate(run(graph, inputs).outputs):
+    for rank, array in enumerate(ranks):
+        print(f"output {{number}}, rank {{rank}}: shape {{np.shape(array)}}, sum {{np.sum(array, dtype=float):.6g}}")
+'''
+
+
+class Dump:
+    """Numbered files of one program, under ``<folder>/rank<r>/<program>``; writes nothing where no folder is set."""
+
+    def __init__(self, name: str) -> None:
+        self.folder: Path | None = None
+        self.count = 0
+        root = config.dump()
+        if root is not None:
+            ctx = current_or_none()
+            parent = root / f"rank{ctx.cur_rank if ctx else 0}"
+            number = len(list(parent.glob(f"{name}*"))) if parent.exists() else 0
+            self.folder = parent / (f"{name}_{number}" if number else name)
+            self.folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, what: str, text: str) -> None:
+        """One numbered file."""
+        if self.folder is not None:
+            (self.folder / f"{self.count:02d}_{what}.txt").write_text(text)
+            self.count += 1
+
+    def passes(self, graph: Graph) -> Graph:
+        """``graph`` after the passes, each written, and the script that runs it alone."""
+        seen: Callable[[str, Graph], None] | None = None
+        if self.folder is not None:
+            script = REPRO.format(name=graph.name, text=graph)
+            (self.folder / "repro.py").write_text(script)
+
+            def seen(step: str, after: Graph) -> None:
+                self.write(step, str(after))
+
+        return run_passes(graph, PASSES, seen)
+
+    def kernels(self, choices: Mapping[str, Choice]) -> None:
+        """The generated epilogue of every fused stage."""
+        for name, choice in choices.items():
+            if self.folder is None or choice.match is None:
+                continue
+            epilogue = of_match(choice.match)
+            if epilogue is not None:
+                self.write(f"kernel_{choice.match.stage}_{name}", epilogue.source)
