@@ -1,7 +1,8 @@
 """iris: declarative SPMD programs for PyTorch.
 
-Decorate a function over sharded tensors with ``@iris.spmd``; it is traced into a small dataflow graph, fused into stages
-that compute and communicate at once, and replayed. ``iris.iris()`` gives the symmetric heap underneath.
+Decorate a function over sharded tensors with ``@iris.spmd``; it is traced into a small dataflow
+graph, fused into stages that compute and communicate at once, and replayed. ``iris.iris()`` gives
+the symmetric heap underneath.
 """
 
 from iris.runtime import interpreter as _interpreter
@@ -56,7 +57,11 @@ __version__ = "0.1.0"
 _DEVICE = {
     **dict.fromkeys(("load", "store", "get", "put", "copy", "translate"), "ops"),
     **dict.fromkeys(
-        (f"atomic_{name}" for name in "add sub cas xchg and or xor min max".split()), "atomics"
+        (
+            f"atomic_{name}"
+            for name in ("add", "sub", "cas", "xchg", "and", "or", "xor", "min", "max")
+        ),
+        "atomics",
     ),
     **dict.fromkeys(("signal", "wait"), "signals"),
     "DeviceContext": "context",
@@ -64,7 +69,9 @@ _DEVICE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Names for use inside Triton kernels; they bring in triton, so they are imported when asked for."""
+    """Names for use inside Triton kernels; they bring in triton, so they are imported when asked
+    for.
+    """
     if name not in _DEVICE:
         raise AttributeError(f"module 'iris' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"iris.device.{_DEVICE[name]}"), name)

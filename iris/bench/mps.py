@@ -27,7 +27,10 @@ def private_daemon(needed: bool) -> Iterator[dict[str, str]]:
         yield {}
         return
     with tempfile.TemporaryDirectory(prefix="iris-mps-") as folder:
-        paths = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+        paths = {
+            "CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe",
+            "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log",
+        }
         for path in paths.values():
             os.mkdir(path, 0o700)
         env = os.environ | paths

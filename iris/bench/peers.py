@@ -50,7 +50,9 @@ def reduce_peers(x: Tensor, w: Tensor, out: Tensor) -> dict[str, Call]:
     M, N = x.shape[0], w.shape[1]
     m = M // world
     shared, handle = symmetric(M, N, dtype=x.dtype)
-    parts = [handle.get_buffer(r, (m, N), x.dtype, storage_offset=rank * m * N) for r in range(world)]
+    parts = [
+        handle.get_buffer(r, (m, N), x.dtype, storage_offset=rank * m * N) for r in range(world)
+    ]
     plain = torch.empty(M, N, device="cuda", dtype=x.dtype)
 
     def unfused() -> None:
@@ -62,5 +64,7 @@ def reduce_peers(x: Tensor, w: Tensor, out: Tensor) -> dict[str, Call]:
     return {
         "gemm": lambda: torch.matmul(x, w, out=plain),
         "unfused": unfused,
-        "torch fused": lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, "sum", 0, group_name()),
+        "torch fused": lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(
+            x, w, "sum", 0, group_name()
+        ),
     }

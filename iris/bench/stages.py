@@ -69,9 +69,17 @@ def check(name: str, result: Tensor, reference: Tensor) -> None:
 def candidates(M: int, N: int) -> dict[str, GemmConfig]:
     """Configurations to try at a point."""
     if M <= 64:
-        shapes = [(64, 128, 128, 4, 4, 4, True), (64, 128, 128, 4, 4, 1, False), (64, 64, 128, 4, 5, 2, True)]
+        shapes = [
+            (64, 128, 128, 4, 4, 4, True),
+            (64, 128, 128, 4, 4, 1, False),
+            (64, 64, 128, 4, 5, 2, True),
+        ]
     else:
-        shapes = [(128, 256, 64, 8, 3, 2, True), (128, 256, 64, 8, 3, 2, False), (128, 256, 64, 8, 4, 4, True)]
+        shapes = [
+            (128, 256, 64, 8, 3, 2, True),
+            (128, 256, 64, 8, 3, 2, False),
+            (128, 256, 64, 8, 4, 4, True),
+        ]
     found = {}
     for bm, bn, bk, warps, stages, pieces, cut in shapes:
         copy = 4096 if M <= 64 else 16384
@@ -80,13 +88,19 @@ def candidates(M: int, N: int) -> dict[str, GemmConfig]:
     return found
 
 
-def gather_stage(ctx: Any, group: World, x: Tensor, w: Tensor, out: Tensor, config: GemmConfig) -> Callable[..., object]:
+def gather_stage(
+    ctx: Any, group: World, x: Tensor, w: Tensor, out: Tensor, config: GemmConfig
+) -> Callable[..., object]:
     M, K = out.shape[0], w.shape[0]
-    stage = AllGatherMatmul.create(ctx, group, M=M, K=K, columns=[w.shape[1]], dtype=x.dtype, config=config)
+    stage = AllGatherMatmul.create(
+        ctx, group, M=M, K=K, columns=[w.shape[1]], dtype=x.dtype, config=config
+    )
     return lambda dry=0: stage(x, [w], out=[out], dry=dry)
 
 
-def reduce_stage(ctx: Any, group: World, x: Tensor, w: Tensor, out: Tensor, config: GemmConfig) -> Callable[..., object]:
+def reduce_stage(
+    ctx: Any, group: World, x: Tensor, w: Tensor, out: Tensor, config: GemmConfig
+) -> Callable[..., object]:
     (M, K), N = x.shape, w.shape[1]
     stage = MatmulReduceScatter.create(ctx, group, M=M, N=N, K=K, dtype=x.dtype, config=config)
     return lambda dry=0: stage(x, w, out=out, dry=dry)
@@ -100,10 +114,16 @@ def measure(stage: str, model: str, M: int, trials: bool) -> Iterator[Row]:
     hidden, inner = MODELS[model]
     world, rank = group.size, group.index
     if stage == "all_gather_matmul":
-        x, w = random_tensor(M // world, hidden, seed=rank), random_tensor(inner // world, hidden, seed=99 + rank).T
+        x, w = (
+            random_tensor(M // world, hidden, seed=rank),
+            random_tensor(inner // world, hidden, seed=99 + rank).T,
+        )
         make, peers, rows = gather_stage, gather_peers, M
     else:
-        x, w = random_tensor(M, inner // world, seed=rank), random_tensor(hidden, inner // world, seed=99 + rank).T
+        x, w = (
+            random_tensor(M, inner // world, seed=rank),
+            random_tensor(hidden, inner // world, seed=99 + rank).T,
+        )
         make, peers, rows = reduce_stage, reduce_peers, M // world
     reference = torch.empty(rows, w.shape[1], device="cuda", dtype=x.dtype)
     calls = peers(x, w, reference)

@@ -31,7 +31,9 @@ def capture(call: Callable[[], object], inner: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def time_graph(call: Callable[[], object], align: Callable[[], object], *, replays: int = 15, span: float = 5e3) -> Time:
+def time_graph(
+    call: Callable[[], object], align: Callable[[], object], *, replays: int = 15, span: float = 5e3
+) -> Time:
     """Time ``call`` in a graph of as many calls as last about ``span`` microseconds. Collective.
 
     ``align`` enqueues a barrier of the ranks on the device before each replay, so that it is not the hosts' skew that is timed.
@@ -46,7 +48,9 @@ def time_graph(call: Callable[[], object], align: Callable[[], object], *, repla
     return _replay(graph, align, replays, inner)
 
 
-def _replay(graph: torch.cuda.CUDAGraph, align: Callable[[], object], replays: int, inner: int) -> Time:
+def _replay(
+    graph: torch.cuda.CUDAGraph, align: Callable[[], object], replays: int, inner: int
+) -> Time:
     graph.replay()
     torch.cuda.synchronize()
     times = []

@@ -4,9 +4,7 @@ import argparse
 import inspect
 import math
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 
 import torch
@@ -18,12 +16,13 @@ from rich.table import Table
 import iris
 from iris.demo import block
 from iris.demo.model import SmolLM2
+from iris.demo.progress import duration, step
 from iris.errors import IrisError
 
 PROMPT = "Four ranks walk into a matrix product. Each of them holds a quarter of the answer."
 LAYER = 0
 CALLS = 3
-MAX_RANKS = 64
+MAX_RANKS = 16
 MAX_TOKENS = 8192
 WIDTH = 120  # of what is shown where there is no terminal
 
@@ -36,17 +35,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.width = WIDTH
     try:
         arguments = _read(console, options.prompt, options.tokens)
-        with _step(console, f"{options.ranks} ranks: start, trace, compile, {CALLS} calls"):
-            reports = iris.launch(
-                block.run,
-                options.ranks,
-                arguments,
-                heap_size=_heap_size(arguments),
-                calls=CALLS,
-                env=_environment(options),
-            )
+        console.print(f"start {options.ranks} ranks")
+        reports = iris.launch(
+            block.run,
+            options.ranks,
+            arguments,
+            heap_size=_heap_size(arguments),
+            calls=CALLS,
+            env=_environment(options),
+        )
     except IrisError as error:
-        console.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}")
+        name, text = type(error).__name__, escape(str(error))
+        console.print(f"[bold red]{name}[/]: {text}", soft_wrap=True)
         return 1
     _show(console, reports)
     return 0 if _compare(console, arguments, reports) else 1
@@ -100,7 +100,7 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
 
 def _read(console: Console, prompt: str, tokens: int) -> dict[str, torch.Tensor]:
     """Return the global arguments of the block: the normalised prompt and three weights."""
-    with _step(console, "read SmolLM2-135M"):
+    with step(console, "read SmolLM2-135M"):
         model = SmolLM2.open()
         words = model.tokenizer.encode(prompt)
         ids = list(islice(cycle(words), tokens))
@@ -115,15 +115,6 @@ def _read(console: Console, prompt: str, tokens: int) -> dict[str, torch.Tensor]
 def _heap_size(arguments: dict[str, torch.Tensor]) -> int:
     """Room for the gathered x and the summed output of every rank, several times over."""
     return max(1 << 24, 16 * arguments["x"].nbytes)
-
-
-@contextmanager
-def _step(console: Console, name: str) -> Iterator[None]:
-    """Show that ``name`` is going on, then how long it took."""
-    start = time.perf_counter()
-    with console.status(f"{name} …"):
-        yield
-    console.print(f"[green]✓[/] {name} [dim]{time.perf_counter() - start:.1f} s[/]")
 
 
 def _show(console: Console, reports: list[block.RankReport]) -> None:
@@ -143,7 +134,7 @@ def _show(console: Console, reports: list[block.RankReport]) -> None:
             report.device,
             *("x".join(map(str, shape)) for shape in report.shards.values()),
             *(f"{size / 2**10:.0f} KiB" for size in (report.memory.heap, report.memory.local)),
-            *(f"{report.seconds[call] * 1e3:.1f} ms" for call in (0, -1)),
+            *(duration(report.seconds[call]) for call in (0, -1)),
         )
     console.print(table)
 

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 
 import iris
 from iris import P
+from iris.demo.progress import step
 from iris.graph.types import chunk_sizes
 from iris.lower.memory import Memory
 from iris.spmd.explain import Explanation
@@ -67,16 +69,16 @@ def run(arguments: dict[str, torch.Tensor], heap_size: int, calls: int) -> RankR
             for name, tensor in arguments.items()
         }
         values = tuple(shards.values())
-        traced = ffn.trace(*values)
-        compiled = traced.lower().compile()
+        console = Console(highlight=False, quiet=rank > 0)
+        with step(console, "  trace"):
+            traced = ffn.trace(*values)
+        with step(console, "  compile"):
+            compiled = traced.lower().compile()
         seconds = []
-        for _ in range(calls):
-            ctx.barrier()
-            start = time.perf_counter()
-            output = ffn(*values)
-            if output.is_cuda:
-                torch.cuda.synchronize(device)
-            seconds.append(time.perf_counter() - start)
+        for call in range(calls):
+            with step(console, f"  call {call + 1} of {calls}"):
+                output, elapsed = _timed(ctx, values)
+                seconds.append(elapsed)
         return RankReport(
             device=str(device),
             shards={name: tuple(value.shape) for name, value in shards.items()},
@@ -86,3 +88,13 @@ def run(arguments: dict[str, torch.Tensor], heap_size: int, calls: int) -> RankR
             seconds=seconds,
             output=output.cpu(),
         )
+
+
+def _timed(ctx: iris.Iris, values: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, float]:
+    """Call ``ffn`` once; time it from a barrier to the end of its work on the device."""
+    ctx.barrier()
+    start = time.perf_counter()
+    output = ffn(*values)
+    if output.is_cuda:
+        torch.cuda.synchronize(output.device)
+    return output, time.perf_counter() - start

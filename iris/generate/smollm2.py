@@ -75,7 +75,9 @@ def config(model: SmolLM2) -> Any:
 def checkpoint(model: SmolLM2) -> Checkpoint:
     """The weights under the names of transformers."""
     width = model.field("llama.rope.dimension_count")
-    names = {f"{ours}.weight": Quantised(model, f"{theirs}.weight") for theirs, ours in ENDS.items()}
+    names = {
+        f"{ours}.weight": Quantised(model, f"{theirs}.weight") for theirs, ours in ENDS.items()
+    }
     for layer in range(model.field("llama.block_count")):
         for theirs, ours in LAYER.items():
             turned = width if theirs in TURNED else None

@@ -1,7 +1,7 @@
 """The dataflow graph: frozen values, nodes and graphs. No torch here.
 
-A fused stage is a node with a *body*: the very nodes it replaces. Its outputs are values that the body defines. So a
-fusion cannot change the meaning, and the unfused form of every stage is at hand.
+A fused stage is a node with a *body*: the very nodes it replaces. Its outputs are values that the
+body defines. So a fusion cannot change the meaning, and the unfused form of every stage is at hand.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,9 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A constant that is not a Python number: a dtype, a layout, the program's device. Printed ``:f32``."""
+    """A constant that is not a Python number: a dtype, a layout, the program's device. Printed
+    ``:f32``.
+    """
 
     text: str
 
@@ -38,7 +40,9 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One operation: ``outputs = op(*args, **attrs)``, made at the user's line ``loc`` (``mlp.py:9``)."""
+    """One operation: ``outputs = op(*args, **attrs)``, made at the user's line ``loc``
+    (``mlp.py:9``).
+    """
 
     op: str
     args: tuple[Arg, ...]
@@ -68,8 +72,8 @@ class Graph:
     """A program: inputs, nodes in order, outputs (None and constants allowed), and in-place writes.
 
     ``writes`` holds ``(input name, value name)``: at the end the caller's tensor takes that value.
-    ``coord`` is the place of the rank that traced it, () the first: where shards are uneven, sizes among the arguments of
-    nodes are that rank's.
+    ``coord`` is the place of the rank that traced it, () the first: where shards are uneven, sizes
+    among the arguments of nodes are that rank's.
     """
 
     name: str

@@ -10,6 +10,7 @@ from iris.graph.nodes import Arg, Graph, Node, Ref
 from iris.graph.ops import get_op, shard_sizes
 from iris.graph.ops.base import PerRank
 from iris.graph.ops.groups import coordinates
+from iris.graph.ops.numerics import numpy_dtype
 from iris.graph.types import Mesh, TensorType
 
 
@@ -76,3 +77,24 @@ def shard(array: np.ndarray, type: TensorType, mesh: Mesh) -> PerRank:
                 piece = piece.take(range(start, start + sizes[coord[axis]]), axis=dim)
         shards.append(piece)
     return shards
+
+
+def random_inputs(graph: Graph, seed: int = 0) -> list[PerRank]:
+    """Small integers for every input of ``graph``, in its types: the same every time.
+
+    Where a type says varying or partial, ranks get numbers of their own.
+    """
+    rng, inputs = np.random.default_rng(seed), []
+    for value in graph.inputs:
+        type = value.type
+        free = (*type.varying, *type.partial)
+        drawn: dict[tuple[int, ...], PerRank] = {}
+        shards = []
+        for rank, coord in enumerate(coordinates(graph.mesh)):
+            place = tuple(coord[axis] for axis in free)
+            if place not in drawn:
+                whole = rng.integers(-3, 4, type.shape).astype(numpy_dtype(type.dtype))
+                drawn[place] = shard(whole, type, graph.mesh)
+            shards.append(drawn[place][rank])
+        inputs.append(shards)
+    return inputs

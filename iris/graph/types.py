@@ -1,7 +1,7 @@
 """Types of values: dtype, global shape, and where the value lives on the mesh.
 
-``bf16[4096/tp, 8192]``   dim 0 is split over mesh axis ``tp`` (torch.chunk rule when it does not divide)
-``f32[512, 8192]+tp``     partial: a sum over ``tp`` is still due
+``bf16[4096/tp, 8192]``   dim 0 is split over mesh axis ``tp`` (torch.chunk rule when it does not
+divide) ``f32[512, 8192]+tp``     partial: a sum over ``tp`` is still due
 ``f32[512, 8192]~tp``     varying: nothing is known over ``tp``; sizes are this rank's
 """
 
@@ -51,7 +51,9 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """dtype, global shape and distribution of a value. ``spec[d]`` names the axes that split dim d."""
+    """dtype, global shape and distribution of a value. ``spec[d]`` names the axes that split dim
+    d.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -108,6 +110,8 @@ class TensorType:
         return replace(self, shape=shape, spec=spec)
 
     def __str__(self) -> str:
-        dims = ", ".join("/".join((str(n), *axes)) for n, axes in zip(self.shape, self.spec, strict=True))
+        dims = ", ".join(
+            "/".join((str(n), *axes)) for n, axes in zip(self.shape, self.spec, strict=True)
+        )
         marks = "".join(f"+{a}" for a in self.partial) + "".join(f"~{a}" for a in self.varying)
         return f"{self.dtype}[{dims}]{marks}"

@@ -87,7 +87,9 @@ def forward(
     ``attention_mask [batch, past + rows]`` is 0 where a batch entry is padding. Any other argument is refused, unless it
     is None or False. The cache that comes back must be passed on: it is the one that holds the keys.
     """
-    asked = sorted(name for name, value in others.items() if value is not None and value is not False)
+    asked = sorted(
+        name for name, value in others.items() if value is not None and value is not False
+    )
     refused = [name for name in asked if name not in ("return_dict", "cache_position")]
     if input_ids is None or refused:
         raise UnsupportedError(

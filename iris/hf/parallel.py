@@ -92,7 +92,6 @@ class _Cutter:
 
     def run(self) -> None:
         model, decoder, config = self.model, self.model.model, self.config
-        tied = config.tie_word_embeddings
         decoder.embed_tokens = ParallelEmbedding.from_weight(
             self.tensor("model.embed_tokens.weight"), **self.where
         )
@@ -103,12 +102,12 @@ class _Cutter:
             for name in ("input_layernorm", "post_attention_layernorm"):
                 self.norm(getattr(layer, name), f"{prefix}.{name}.weight")
         self.norm(decoder.norm, "model.norm.weight")
-        head = "model.embed_tokens" if tied else "lm_head"
-        model.lm_head = ParallelHead.from_linear(
-            self.linear(head), gather_output=True, **self.where
-        )
-        if tied:
-            model.lm_head.weight = decoder.embed_tokens.weight
+        embed, options = decoder.embed_tokens, {"gather_output": True, **self.where}
+        if config.tie_word_embeddings:
+            head = ParallelHead(embed.weight, None, out_features=embed.words, **options)
+        else:
+            head = ParallelHead.from_linear(self.linear("lm_head"), **options)
+        model.lm_head = head
         if self.weights is not None:  # its buffers were never computed
             decoder.rotary_emb = type(decoder.rotary_emb)(config)
 

@@ -1,8 +1,10 @@
-"""Collectives as torch ops over the shared heap: the plain lowering, and the oracle for every kernel.
+"""Collectives as torch ops over the shared heap: the plain lowering, and the oracle for every
+kernel.
 
-Each ``make_*`` is collective (it may grow the group's staging) and returns a function that does the work: write this
-rank's part into its staging buffer, meet (`Group.sync`), read the peers' buffers. Two buffers alternate with the
-group's epoch, so no second meeting is needed: see NOTE [Staging parity] in `iris.runtime.groups`.
+Each ``make_*`` is collective (it may grow the group's staging) and returns a function that does
+the work: write this rank's part into its staging buffer, meet (`Group.sync`), read the peers'
+buffers. Two buffers alternate with the group's epoch, so no second meeting is needed: see NOTE
+[Staging parity] in `iris.runtime.groups`.
 """
 
 import math
@@ -27,7 +29,9 @@ def tag_of(text: str) -> int:
 
 
 class Meeting:
-    """Staging views of one collective: this rank's for writing, every member's for reading, by parity."""
+    """Staging views of one collective: this rank's for writing, every member's for reading, by
+    parity.
+    """
 
     def __init__(
         self, group: Group, shapes: Sequence[Sequence[int]], dtype: torch.dtype, what: str
@@ -150,7 +154,8 @@ def make_all_to_all(
     dtype: torch.dtype,
     what: str,
 ) -> Collective:
-    """Send piece i of ``split_dim`` (``splits[i]`` rows) to member i; join what comes along ``concat_dim``.
+    """Send piece i of ``split_dim`` (``splits[i]`` rows) to member i; join what comes along
+    ``concat_dim``.
 
     ``shapes[i]`` is member i's operand.
     """

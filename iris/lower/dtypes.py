@@ -40,5 +40,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """What sums of ``dtype`` over ranks are held in: fp32 for narrower floats, else the type itself."""
+    """What sums of ``dtype`` over ranks are held in: fp32 for narrower floats, else the type
+    itself.
+    """
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype

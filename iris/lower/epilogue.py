@@ -1,7 +1,9 @@
-"""Pointwise chains as generated Triton functions: what a stage does to its result before it stores it.
+"""Pointwise chains as generated Triton functions: what a stage does to its result before it stores
+it.
 
-A chain like ``silu(acc) * up + residual`` becomes one readable ``@device_function`` with the user's lines, written to the
-cache folder under a name made of its content, so that ranks and jobs that write at once write the same file.
+A chain like ``silu(acc) * up + residual`` becomes one readable ``@device_function`` with the
+user's lines, written to the cache folder under a name made of its content, so that ranks and jobs
+that write at once write the same file.
 """
 
 import hashlib
@@ -113,7 +115,9 @@ FLOATS = frozenset({"f32", "f16", "bf16"})
 
 @dataclass(frozen=True)
 class Epilogue:
-    """A generated function. ``operands`` are the values it reads besides the tiles, in the order of its arguments."""
+    """A generated function. ``operands`` are the values it reads besides the tiles, in the order
+    of its arguments.
+    """
 
     source: str
     operands: tuple[str, ...]
@@ -141,7 +145,9 @@ def obstacle(node: Node, types: Mapping[str, TensorType]) -> str | None:
 
 
 def generate(nodes: Sequence[Node], tiles: Mapping[str, int], result: str) -> Epilogue:
-    """The function that computes ``result`` by ``nodes``, from the values in ``tiles`` (name -> tile number)."""
+    """The function that computes ``result`` by ``nodes``, from the values in ``tiles`` (name ->
+    tile number).
+    """
     made = {value.name for node in nodes for value in node.outputs}
     outside = [
         name for node in nodes for name in node.uses if name not in made and name not in tiles

@@ -1,4 +1,6 @@
-"""A matched stage as one callable: a kernel of `iris.lower.kernels` with its operands put in place."""
+"""A matched stage as one callable: a kernel of `iris.lower.kernels` with its operands put in
+place.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -10,7 +10,9 @@ from iris.lower.program import Executable
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on this rank: ``heap`` is symmetric workspace, ``local`` the most that values take at one time."""
+    """Bytes on this rank: ``heap`` is symmetric workspace, ``local`` the most that values take at
+    one time.
+    """
 
     heap: int
     local: int

@@ -1,7 +1,8 @@
-"""A graph as straight-line Python: the plan that a rank runs, and what ``as_text()`` of a compiled program shows.
+"""A graph as straight-line Python: the plan that a rank runs, and what ``as_text()`` of a compiled
+program shows.
 
-Every node becomes one line. Pure ops are torch calls; a collective or a fused stage is a call of an object made at compile
-time, which owns its workspace and its place in the group's order.
+Every node becomes one line. Pure ops are torch calls; a collective or a fused stage is a call of
+an object made at compile time, which owns its workspace and its place in the group's order.
 """
 
 import linecache
@@ -27,8 +28,9 @@ COMMENT_COLUMN = 60
 class Executable:
     """``run(*inputs)`` returns the graph's outputs, then the values of its in-place writes.
 
-    ``text`` is the source that runs, ``workspace`` the bytes it uses on the symmetric heap, ``fused`` its kernels;
-    ``on_host`` says whether ranks meet on the host in between, which a CUDA graph cannot hold.
+    ``text`` is the source that runs, ``workspace`` the bytes it uses on the symmetric heap,
+    ``fused`` its kernels; ``on_host`` says whether ranks meet on the host in between, which a CUDA
+    graph cannot hold.
     """
 
     run: Callable[..., tuple[Any, ...]]
@@ -93,7 +95,9 @@ class _Writer:
         return run
 
     def _lines(self, steps: Sequence[_Step]) -> list[str]:
-        """The text of every step, and after each the values dropped there: they are not read again."""
+        """The text of every step, and after each the values dropped there: they are not read
+        again.
+        """
         last = {name: i for i, step in enumerate(steps) for name in (*step.makes, *step.uses)}
         kept = set(self.graph.live_out) | {value.name for value in self.graph.inputs}
         lines = []

@@ -1,9 +1,11 @@
 """Running a program: node by node, or captured once into a CUDA graph and replayed.
 
 NOTE [First calls]
-Loading a kernel or allocating memory can block behind a kernel that waits for a peer, under MPS even a peer's kernel. So the first call
-of a program on a GPU runs it *dry* first (kernels are loaded, memory is allocated, nothing waits), and ranks meet on the host before
-any of them runs it; the second call captures it, and ranks meet again; every later call is one graph launch and no meeting.
+Loading a kernel or allocating memory can block behind a kernel that waits for a peer, under MPS
+even a peer's kernel. So the first call of a program on a GPU runs it *dry* first (kernels are
+loaded, memory is allocated, nothing waits), and ranks meet on the host before any of them runs it;
+the second call captures it, and ranks meet again; every later call is one graph launch and no
+meeting.
 """
 
 import zlib
@@ -78,8 +80,9 @@ class Runner:
 class Capture:
     """One CUDA graph of a program, and what binds its inputs.
 
-    Inputs in ``moved`` have a buffer of their own, and are copied there before each launch; the others are read where they were. When
-    such a one comes from elsewhere, it is given a buffer and the program is captured again, into the same memory.
+    Inputs in ``moved`` have a buffer of their own, and are copied there before each launch; the
+    others are read where they were. When such a one comes from elsewhere, it is given a buffer and
+    the program is captured again, into the same memory.
     """
 
     def __init__(self, executable: Executable, inputs: Sequence[Tensor], moved: set[int]) -> None:
@@ -109,7 +112,8 @@ class Capture:
         elsewhere = {i for i, address in self.bound if inputs[i].data_ptr() != address}
         if elsewhere:
             self.moved |= elsewhere
-            torch.cuda.current_stream().synchronize()  # the old graph must not be running when it goes
+            # The old graph must not be running when it goes.
+            torch.cuda.current_stream().synchronize()
             self._record(inputs)
         stream = torch.cuda.current_stream()
         stream.wait_event(self.event)  # the last launch may have been on another stream

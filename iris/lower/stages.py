@@ -1,7 +1,8 @@
 """Which kernel computes a stage, and which of the stage's nodes are left to torch.
 
-A stage's body is cut in four: views before the kernel, the core (products and the collective), the pointwise chain that becomes
-the kernel's epilogue, and what comes after. Where the kernel cannot serve a body, `match` says why, and the body runs node by node.
+A stage's body is cut in four: views before the kernel, the core (products and the collective), the
+pointwise chain that becomes the kernel's epilogue, and what comes after. Where the kernel cannot
+serve a body, `match` says why, and the body runs node by node.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,8 +30,9 @@ class Product:
 class Match:
     """A stage's body, cut for its kernel.
 
-    ``before`` and ``after`` run as torch ops; ``chain`` is the epilogue, from ``tiles`` to ``results``. Each result is stored by
-    the kernel as [rows, columns]; ``collective`` is the node that communicates.
+    ``before`` and ``after`` run as torch ops; ``chain`` is the epilogue, from ``tiles`` to
+    ``results``. Each result is stored by the kernel as [rows, columns]; ``collective`` is the node
+    that communicates.
     """
 
     stage: str
@@ -79,7 +81,9 @@ def _expanded(stage: Node) -> tuple[list[Node], str]:
 
 
 def _products(body: Sequence[Node]) -> list[Product]:
-    return [Product(*node.uses, node.out.name) for node in body if node.op == "matmul"]
+    return [
+        Product(node.uses[0], node.uses[1], node.out.name) for node in body if node.op == "matmul"
+    ]
 
 
 def _split(body: Sequence[Node], roots: Sequence[str]) -> tuple[list[Node], list[Node]]:
@@ -108,7 +112,8 @@ def _chain(
     kept: Sequence[str],
     types: Mapping[str, TensorType],
 ) -> tuple[list[Node], str | None]:
-    """The longest start of ``nodes`` that an epilogue can compute, and the one value that leaves it.
+    """The longest start of ``nodes`` that an epilogue can compute, and the one value that leaves
+    it.
 
     None where the values do not come together in one: then nothing can be part of the epilogue.
     """

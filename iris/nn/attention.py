@@ -43,7 +43,7 @@ class ParallelAttention(nn.Module):
         """Hold this rank's groups, ``[groups/axis, (queries + 2) * width, K]``; see `from_linear` to cut them."""
         super().__init__()
         self.qkv = parameter(qkv)
-        self.bias = None if bias is None else parameter(bias)
+        self.register_parameter("bias", None if bias is None else parameter(bias))
         self.out, self.width, self.queries = out, width, qkv.shape[1] // width - 2
         self.scale = width**-0.5 if scale is None else scale
         self.q_norm, self.k_norm = q_norm, k_norm
@@ -127,7 +127,9 @@ class ParallelAttention(nn.Module):
         turned = rotate(self._normed(qkv[:, :, :-1]), cos, sin)
         q, k, v = turned[:, :, :-1], turned[:, :, -1], qkv[:, :, -1]
         found = attend(q, k, v, self.scale, past, mask)
-        joined = found.permute(0, 3, 1, 2, 4).reshape(*x.shape[:-1], groups * self.queries * self.width)
+        joined = found.permute(0, 3, 1, 2, 4).reshape(
+            *x.shape[:-1], groups * self.queries * self.width
+        )
         y = self.out.summed(F.linear(joined, self.out.weight.flatten(1)))
         return y, torch.stack((k, v))
 
@@ -155,6 +157,8 @@ def attend(
 
     The past is read where it lies: scores over it and over the new rows are joined, not the keys.
     """
+    if not q.numel():  # a rank without groups
+        return q
     if past is None:
         keys, values = (t.unsqueeze(2).expand(q.shape).flatten(1, 2) for t in (k, v))
         found = F.scaled_dot_product_attention(

@@ -27,7 +27,7 @@ class ParallelEmbedding(nn.Module):
 
     def __init__(
         self,
-        weight: Tensor | nn.Parameter,
+        weight: Tensor,
         *,
         words: int,
         axis: str = "tp",
@@ -38,7 +38,7 @@ class ParallelEmbedding(nn.Module):
         super().__init__()
         self.words, self.axis, self.mesh = words, axis, mesh
         self.sequence_parallel = sequence_parallel
-        self.weight = weight if isinstance(weight, nn.Parameter) else parameter(weight)
+        self.weight = parameter(weight)
         partition(self, P(axis))
 
     @classmethod

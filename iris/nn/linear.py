@@ -35,7 +35,7 @@ class ColumnParallelLinear(nn.Module):
         self.out_features, self.axis, self.mesh = out_features, axis, mesh
         self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
         self.weight = parameter(weight)
-        self.bias = None if bias is None else parameter(bias)
+        self.register_parameter("bias", None if bias is None else parameter(bias))
         partition(self, P(axis))
 
     @classmethod
@@ -91,7 +91,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.axis, self.mesh, self.sequence_parallel = axis, mesh, sequence_parallel
         self.weight = parameter(weight)
-        self.bias = None if bias is None else parameter(bias)
+        self.register_parameter("bias", None if bias is None else parameter(bias))
         partition(self, {"weight": P(None, axis), "bias": P()})
 
     @classmethod

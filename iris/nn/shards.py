@@ -64,8 +64,8 @@ class Place:
 
 
 def parameter(data: Tensor) -> nn.Parameter:
-    """``data`` as a parameter that wants no gradient: these layers are for inference."""
-    return nn.Parameter(data, requires_grad=False)
+    """``data`` as a parameter that wants no gradient (these layers are for inference), or itself if it is one."""
+    return data if isinstance(data, nn.Parameter) else nn.Parameter(data, requires_grad=False)
 
 
 class StoredTensor:

@@ -1,9 +1,10 @@
-"""Collectives that run at once. Ranks first exchange what they were asked for, so a mismatch is an error on all."""
+"""Collectives that run at once. Ranks first exchange what they were asked for, so a mismatch is an
+error on all.
+"""
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from iris.errors import CollectiveMismatchError
@@ -12,7 +13,9 @@ from iris.lower import collectives as lowered
 from iris.lower.collectives import REDUCTIONS as REDUCTIONS
 from iris.runtime.groups import Group
 
-CACHED_CALLS = 256
+KEPT_CALLS = 256
+
+Make = Callable[..., lowered.Collective]
 
 
 def all_gather(group: Group, x: Tensor, dim: int) -> Tensor:
@@ -62,7 +65,7 @@ def _agree(
 ) -> list[tuple[int, ...]]:
     """Shapes of all members, after checking that they differ in ``free_dim`` at most."""
     mine = (tuple(x.shape), str(x.dtype).removeprefix("torch."), detail)
-    calls: Sequence[tuple[tuple[int, ...], str, str]] = group.exchange_object(name, mine)
+    calls: Sequence[Any] = group.exchange_object(name, mine)
 
     def fixed(call: tuple[tuple[int, ...], str, str]) -> object:
         shape, dtype, text = call
@@ -82,27 +85,15 @@ def _agree(
     return [call[0] for call in calls]
 
 
-@lru_cache(maxsize=CACHED_CALLS)
-def _build(
-    make: Callable[..., lowered.Collective], group: Group, *args: object
-) -> lowered.Collective:
-    """The collective for these arguments. Members call in one order, so their caches hit and miss together."""
-    return make(group, *args, make.__name__.removeprefix("make_"))
+def _build(make: Make, group: Group, *args: Hashable) -> lowered.Collective:
+    """The collective for these arguments, kept by the group.
 
-
-def forget(group: Group) -> None:
-    """Drop what is cached, so that a closed context's memory can go."""
-    del group
-    _build.cache_clear()
-
-
-__all__ = [
-    "REDUCTIONS",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "ppermute",
-    "reduce_scatter",
-]
-_ = torch
+    Members call in one order, so what they keep and what they drop is the same on all of them.
+    """
+    key = (make, *args)
+    if key not in group.kept:
+        if len(group.kept) >= KEPT_CALLS:
+            group.kept.pop(next(iter(group.kept)))
+        group.kept[key] = make(group, *args, make.__name__.removeprefix("make_"))
+    collective: lowered.Collective = group.kept[key]
+    return collective

@@ -12,9 +12,9 @@ import pickle
 import struct
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -72,6 +72,7 @@ class Group:
         self._slots[self.index] = self._slot
         self._said = ["", ""]
         self._staging: Staging | None = None
+        self.kept: dict[Hashable, Any] = {}  # what callers build once for this group
 
     def __repr__(self) -> str:
         return f"Group(ranks={self.ranks}, epoch={self.epoch})"

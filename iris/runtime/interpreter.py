@@ -1,4 +1,6 @@
-"""Whether Triton interprets kernels in this process: yes, by default, where the machine shows no GPU."""
+"""Whether Triton interprets kernels in this process: yes, by default, where the machine shows no
+GPU.
+"""
 
 import os
 import sys
@@ -17,7 +19,9 @@ def machine_has_gpu() -> bool:
 
 
 def choose() -> None:
-    """Set ``TRITON_INTERPRET=1`` where there is no GPU and the user has not set it. Runs before triton is imported."""
+    """Set ``TRITON_INTERPRET=1`` where there is no GPU and the user has not set it. Runs before
+    triton is imported.
+    """
     if VARIABLE in os.environ or machine_has_gpu():
         return
     os.environ[VARIABLE] = "1"
@@ -25,7 +29,9 @@ def choose() -> None:
 
 
 def check() -> None:
-    """Raise ConfigError where triton was imported earlier in the other mode: kernels defined since cannot run."""
+    """Raise ConfigError where triton was imported earlier in the other mode: kernels defined since
+    cannot run.
+    """
     knobs = getattr(sys.modules.get("triton"), "knobs", None)
     if knobs is None or interpreting():
         return

@@ -1,4 +1,6 @@
-"""One call's arguments in canonical form: tensors apart, everything else in a key, and the way back."""
+"""One call's arguments in canonical form: tensors apart, everything else in a key, and the way
+back.
+"""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -17,7 +19,9 @@ POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A call: ``values`` by parameter, their tensor leaves, and a key of all that is not a tensor's data."""
+    """A call: ``values`` by parameter, their tensor leaves, and a key of all that is not a
+    tensor's data.
+    """
 
     values: tuple[Any, ...]
     tensors: list[Tensor]
@@ -25,7 +29,9 @@ class Bound:
 
 
 class Binder:
-    """Binds calls of one function, so that the same call gives the same key however it is written."""
+    """Binds calls of one function, so that the same call gives the same key however it is
+    written.
+    """
 
     def __init__(
         self, fn: Callable[..., Any], name: str, static_argnames: Sequence[str], skip: int
@@ -45,7 +51,9 @@ class Binder:
             )
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
-        """Canonical form of a call. TypeError, as Python words it, where arguments do not fit the signature."""
+        """Canonical form of a call. TypeError, as Python words it, where arguments do not fit the
+        signature.
+        """
         values = args
         if kwargs or not self._plain or len(args) != len(self.names):
             try:
@@ -125,7 +133,9 @@ def tensor_key(tensor: Tensor) -> tuple[object, ...]:
 
 
 def alias_key(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
-    """Which tensors overlap in memory, and by how much: ``(index of the first of its group, byte distance)`` each."""
+    """Which tensors overlap in memory, and by how much: ``(index of the first of its group, byte
+    distance)`` each.
+    """
     spans = []
     for index, tensor in enumerate(tensors):
         start = tensor.data_ptr()
@@ -149,10 +159,13 @@ def overlaps(key: tuple[tuple[int, int], ...]) -> bool:
 
 
 def flat_base(members: Sequence[Tensor], name: str) -> tuple[Tensor, list[int]]:
-    """One flat tensor over the memory of overlapping ``members``, and each one's offset in it, in elements."""
+    """One flat tensor over the memory of overlapping ``members``, and each one's offset in it, in
+    elements.
+    """
     if len({tensor.dtype for tensor in members}) > 1:
         raise SpecError(
-            f"{name}: tensors of different dtypes share memory, and the function writes to one of them",
+            f"{name}: tensors of different dtypes share memory, "
+            "and the function writes to one of them",
             help="pass copies, or tensors of one dtype",
         )
     starts = [tensor.storage_offset() for tensor in members]
@@ -162,4 +175,4 @@ def flat_base(members: Sequence[Tensor], name: str) -> tuple[Tensor, list[int]]:
     ]
     low = min(starts)
     base = torch.as_strided(members[0], (max(ends) - low,), (1,), low)
-    return base, [start - low for start in starts]
+    return base, [int(start) - int(low) for start in starts]

@@ -1,6 +1,8 @@
-"""The public collectives. Inside a traced program each is one op of its graph; outside, it runs at once."""
+"""The public collectives. Inside a traced program each is one op of its graph; outside, it runs at
+once.
+"""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +22,11 @@ GroupLike = ProcessGroup | Sequence[int]
 _LIBRARY = torch.library.Library("iris", "DEF")
 
 
-def _define(name: str, schema: str, meta: Any) -> Any:
+def _define(name: str, schema: str, meta: Any) -> Callable[..., Tensor]:
     """Declare ``iris::name`` with its shape rule, as an op that is never dead code."""
     _LIBRARY.define(f"{name}{schema}")
     _LIBRARY.impl(name, meta, "Meta")
-    op = getattr(torch.ops.iris, name).default
+    op: Callable[..., Tensor] = getattr(torch.ops.iris, name).default
     torch.fx.node.has_side_effect(op)
     return op
 
@@ -93,17 +95,21 @@ def all_gather(
     group: GroupLike | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Tensor:
-    """Concatenate every rank's ``x`` along ``dim``: ``[n, ...]`` on each -> ``[sum of n, ...]`` on all.
+    """Concatenate every rank's ``x`` along ``dim``: ``[n, ...]`` on each -> ``[sum of n, ...]`` on
+    all.
 
     Args:
-        x: any dtype, any strides; ranks may differ in dim ``dim`` only (shards of the torch.chunk rule).
-        axis: mesh axis, or a tuple of axes (outermost first). Outside a program None means all ranks.
+        x: any dtype, any strides; ranks may differ in dim ``dim`` only (shards of the torch.chunk
+            rule).
+        axis: mesh axis, or a tuple of axes (outermost first). Outside a program None means all
+            ranks.
         dim: dim to join, negative counts from the end.
         size: rows after the gather, where uneven shards leave it open inside a program.
         group: a ProcessGroup or global ranks, in place of an axis.
         mesh: where ``axis`` is looked up outside a program.
 
-    Raises SpecError for an unknown axis or dim; CollectiveMismatchError, on all ranks, when they disagree.
+    Raises SpecError for an unknown axis or dim; CollectiveMismatchError, on all ranks, when they
+    disagree.
 
     >>> y = iris.all_gather(x, "tp", dim=0)          # doctest: +SKIP
     """
@@ -125,11 +131,12 @@ def reduce_scatter(
     group: GroupLike | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Tensor:
-    """Reduce ``x`` over ranks and keep this rank's rows of ``dim``: ``[n, ...]`` -> ``[n / ranks, ...]``.
+    """Reduce ``x`` over ranks and keep this rank's rows of ``dim``: ``[n, ...]`` -> ``[n / ranks,
+    ...]``.
 
-    Sums run in rank order with fp32 accumulation, so results repeat bit for bit. When ``n`` does not divide, shards
-    follow torch.chunk: the last are smaller or empty. ``op`` is sum, avg, max or min. Other arguments and errors: see
-    :func:`all_gather`.
+    Sums run in rank order with fp32 accumulation, so results repeat bit for bit. When ``n`` does
+    not divide, shards follow torch.chunk: the last are smaller or empty. ``op`` is sum, avg, max
+    or min. Other arguments and errors: see :func:`all_gather`.
 
     >>> y = iris.reduce_scatter(x, "tp", dim=0)      # doctest: +SKIP
     """
@@ -154,8 +161,8 @@ def all_reduce(
 ) -> Tensor:
     """Reduce ``x`` elementwise over ranks; every rank gets the result, bit for bit the same.
 
-    ``op`` is sum, avg, max or min; avg of integers rounds toward zero; integer sums wrap as torch's do. Other
-    arguments and errors: see :func:`all_gather`.
+    ``op`` is sum, avg, max or min; avg of integers rounds toward zero; integer sums wrap as
+    torch's do. Other arguments and errors: see :func:`all_gather`.
 
     >>> y = iris.all_reduce(x, "tp")                 # doctest: +SKIP
     """
@@ -178,8 +185,8 @@ def all_to_all(
 ) -> Tensor:
     """Send piece i of ``split_dim`` to rank i and join what arrives along ``concat_dim``.
 
-    Pieces follow torch.chunk. ``size``: rows of ``concat_dim`` afterwards, where uneven shards leave it open inside a
-    program. Other arguments and errors: see :func:`all_gather`.
+    Pieces follow torch.chunk. ``size``: rows of ``concat_dim`` afterwards, where uneven shards
+    leave it open inside a program. Other arguments and errors: see :func:`all_gather`.
 
     >>> y = iris.all_to_all(x, "tp", split_dim=1, concat_dim=0)       # doctest: +SKIP
     """
@@ -207,7 +214,8 @@ def broadcast(
 ) -> Tensor:
     """Every rank gets the tensor of the rank at place ``src`` along ``axis`` (or in ``group``).
 
-    ``src`` is a place in the group, not a global rank. All ranks pass a tensor of one shape and dtype.
+    ``src`` is a place in the group, not a global rank. All ranks pass a tensor of one shape and
+    dtype.
 
     >>> y = iris.broadcast(x, "tp", src=0)           # doctest: +SKIP
     """
@@ -229,7 +237,8 @@ def ppermute(
     group: GroupLike | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Tensor:
-    """Send ``x`` from place s to place d for each ``(s, d)`` in ``perm``; places not listed as d get zeros.
+    """Send ``x`` from place s to place d for each ``(s, d)`` in ``perm``; places not listed as d
+    get zeros.
 
     >>> y = iris.ppermute(x, "tp", [(0, 1), (1, 0)])  # doctest: +SKIP
     """
@@ -248,7 +257,8 @@ def ppermute(
 
 
 def axis_index(axis: Axis | None = None, *, mesh: DeviceMesh | None = None) -> Tensor:
-    """This rank's place along ``axis`` as an int64 scalar tensor: it may differ by rank without changing the graph.
+    """This rank's place along ``axis`` as an int64 scalar tensor: it may differ by rank without
+    changing the graph.
 
     >>> i = iris.axis_index("tp")                    # doctest: +SKIP
     """

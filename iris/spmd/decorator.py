@@ -1,4 +1,6 @@
-"""``@iris.spmd``: a function over sharded tensors that is traced once a signature and then replayed."""
+"""``@iris.spmd``: a function over sharded tensors that is traced once a signature and then
+replayed.
+"""
 
 import copy
 import functools
@@ -18,12 +20,12 @@ from iris.runtime.context import current
 from iris.spmd.binding import Binder, Bound, alias_key
 from iris.spmd.context import TraceContext, tracing
 from iris.spmd.control import Controller
+from iris.spmd.explain import Explanation
 from iris.spmd.guards import Access, find_accesses, key_of
 from iris.spmd.inlining import call_inline
 from iris.spmd.mesh import AbstractMesh
 from iris.spmd.misses import Misses
 from iris.spmd.modules import decorate_module, held_leaves, is_module
-from iris.spmd.explain import Explanation
 from iris.spmd.program import Compiler, Options, Program, prepare
 from iris.spmd.stages import Signature, Traced
 from iris.spmd.statics import Same, static_key
@@ -35,7 +37,9 @@ OUTPUTS = ("fresh", "reuse")
 
 @dataclass
 class _State:
-    """Programs of one function, or of one method on one instance, and what they read from outside."""
+    """Programs of one function, or of one method on one instance, and what they read from
+    outside.
+    """
 
     accesses: dict[str, Access] = field(default_factory=dict)
     programs: OrderedDict[object, Program] = field(default_factory=OrderedDict)
@@ -78,7 +82,9 @@ class SpmdFunction:
         return self._trace(None, args, kwargs)
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """Every stage of the call's program, its algorithm and why, and what was not fused and why not."""
+        """Every stage of the call's program, its algorithm and why, and what was not fused and why
+        not.
+        """
         return self._trace(None, args, kwargs).lower().explain()
 
     def _call(self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -115,7 +121,8 @@ class SpmdFunction:
 
     def _trace(self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         if isinstance(self._options.mesh, Controller):
-            return self._options.mesh.trace_program(self, instance, args, kwargs)
+            traced: Traced = self._options.mesh.trace_program(self, instance, args, kwargs)
+            return traced
         bound, program = self._find(instance, args, kwargs)
         return Traced(program, Signature(self._bindings(instance)[0], bound.key, prepare))
 
@@ -158,7 +165,8 @@ class SpmdFunction:
     def _check_grad(self, tensors: Sequence[torch.Tensor]) -> None:
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             raise UnsupportedError(
-                f"{self._options.name}: an argument or parameter requires grad, and programs do not differentiate yet",
+                f"{self._options.name}: an argument or parameter requires grad, "
+                "and programs do not differentiate yet",
                 help="call it under torch.no_grad() or torch.inference_mode()",
             )
 
@@ -258,26 +266,30 @@ def spmd(
 ) -> SpmdFunction | Callable[[Callable[..., Any]], SpmdFunction]:
     """Make a function over sharded tensors one program: traced, fused, compiled and replayed.
 
-    Of a torch module, or a class of them, ``forward`` becomes the program, and the decorator returns the module or class
-    itself. Its parameters and buffers are inputs by reference: a call sees whatever they are then.
+    Of a torch module, or a class of them, ``forward`` becomes the program, and the decorator
+    returns the module or class itself. Its parameters and buffers are inputs by reference: a call
+    sees whatever they are then.
 
-    Every rank calls the function with its own shards. The first call of a signature traces it; later calls replay. A
-    call is collective: all ranks of the mesh make the same calls in the same order.
+    Every rank calls the function with its own shards. The first call of a signature traces it;
+    later calls replay. A call is collective: all ranks of the mesh make the same calls in the same
+    order.
 
     Args:
-        mesh: a ``DeviceMesh`` (`iris.mesh`), an `AbstractMesh`, or an `iris.local_mesh`, with which the caller
-            passes and gets global tensors; None is all ranks as one axis.
-        in_specs: a `P` (or DTensor placements) for each parameter, or a tree of them; None claims nothing.
+        mesh: a ``DeviceMesh`` (`iris.mesh`), an `AbstractMesh`, or an `iris.local_mesh`, with
+            which the caller passes and gets global tensors; None is all ranks as one axis.
+        in_specs: a `P` (or DTensor placements) for each parameter, or a tree of them; None claims
+            nothing.
         out_specs: the same for the result; a result that does not fit is an error.
         static_argnames: parameters taken as constants, compared by value.
         lowering: "torch" | "triton" | "auto"; None reads ``IRIS_LOWERING``.
         fuse: False keeps every collective apart.
         replay: False runs a program on a GPU node by node, without a CUDA graph.
-        outputs: "fresh" returns new tensors; "reuse" returns the same ones at every call of a signature on a GPU, which the
-            next call overwrites.
+        outputs: "fresh" returns new tensors; "reuse" returns the same ones at every call of a
+            signature on a GPU, which the next call overwrites.
         name: how messages call the program; the function's name by default.
 
-    Raises (at a call): SpecError, TypeRuleError, TraceError, CollectiveMismatchError, PeerError, TimeoutError.
+    Raises (at a call): SpecError, TypeRuleError, TraceError, CollectiveMismatchError, PeerError,
+    TimeoutError.
 
     >>> @iris.spmd(in_specs=P("tp", None), out_specs=P())           # doctest: +SKIP
     ... def total(x):

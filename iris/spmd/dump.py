@@ -1,4 +1,6 @@
-"""``IRIS_DUMP=folder``: every step of every program as numbered text, and a script that runs the graph alone."""
+"""``IRIS_DUMP=folder``: every step of every program as numbered text, and a script that runs the
+graph alone.
+"""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,7 +12,8 @@ from iris.lower.choices import Choice
 from iris.lower.epilogue import of_match
 from iris.runtime.context import current_or_none
 
-REPRO = '''"""Runs the graph of program {name} alone: all ranks in this process, in numpy, on random inputs."""
+REPRO = '''"""Runs the graph of program {name} alone: all ranks in this process, in numpy, on
+random inputs."""
 
 import numpy as np
 
@@ -25,16 +28,18 @@ graph = parse(TEXT)
 rng = np.random.default_rng(0)
 inputs = []
 for value in graph.inputs:
-    whole = 4 * rng.standard_normal(value.type.shape)
-    inputs.append(shard(np.asarray(whole).astype(numpy_dtype(value.type.dtype)), value.type, graph.mesh))
+    whole = np.asarray(4 * rng.standard_normal(value.type.shape))
+    whole = whole.astype(numpy_dtype(value.type.dtype))
+    inputs.append(shard(whole, value.type, graph.mesh))
 for number, ranks in enumerate(run(graph, inputs).outputs):
     for rank, array in enumerate(ranks):
-        print(f"output {{number}}, rank {{rank}}: shape {{np.shape(array)}}, sum {{np.sum(array, dtype=float):.6g}}")
+        total = np.sum(array, dtype=float)
+        print(f"output {{number}}, rank {{rank}}: shape {{np.shape(array)}}, sum {{total:.6g}}")
 '''
 
 
 class Dump:
-    """Numbered files of one program, under ``<folder>/rank<r>/<program>``; writes nothing where no folder is set."""
+    """Numbered files of one program, in ``<folder>/rank<r>/<program>``; none without a folder."""
 
     def __init__(self, name: str) -> None:
         self.folder: Path | None = None

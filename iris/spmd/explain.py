@@ -1,6 +1,7 @@
 """Why a program is as it is: its stages, how each is computed and why, and what was not fused."""
 
 import io
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -71,7 +72,7 @@ class Explanation:
         return console.export_html(inline_styles=True)
 
 
-def explain(graph: Graph, fused: Graph, choices: dict[str, Choice]) -> Explanation:
+def explain(graph: Graph, fused: Graph, choices: Mapping[str, Choice]) -> Explanation:
     """Describe ``fused``, the graph in stages; ``graph`` is what the user wrote.
 
     ``choices`` is by the name of a node's first output.

@@ -1,8 +1,9 @@
-"""What a function reads from outside its arguments, found in its bytecode, so that a change of it is noticed.
+"""What a function reads from outside its arguments, found in its bytecode, so that a change of it
+is noticed.
 
-``scale * F.silu(self.gain * x)`` reads the global ``scale`` and, in a method, ``self.gain``. Each such access is looked
-up again at every call: plain values, containers and functions enter the cache key by value or identity, and functions of
-the user's own are searched in turn.
+``scale * F.silu(self.gain * x)`` reads the global ``scale`` and, in a method, ``self.gain``. Each
+such access is looked up again at every call: plain values, containers and functions enter the
+cache key by value or identity, and functions of the user's own are searched in turn.
 """
 
 import dis
@@ -29,7 +30,9 @@ SKIPPED_OPS = {"PRECALL", "CACHE", "PUSH_NULL", "RESUME", "NOP", "COPY_FREE_VARS
 
 @dataclass(frozen=True)
 class Access:
-    """One place outside the arguments: where it starts (a namespace and a name) and the attributes after it."""
+    """One place outside the arguments: where it starts (a namespace and a name) and the attributes
+    after it.
+    """
 
     space: Any  # dict of globals, a cell, or the object itself
     name: str
@@ -92,7 +95,9 @@ def key_of(access: Access) -> object:
 
 
 def find_accesses(fn: types.FunctionType, owner: object = None) -> tuple[Access, ...]:
-    """Every access that ``fn``, and the user's functions it reaches, may make. ``owner`` is a method's ``self``."""
+    """Every access that ``fn``, and the user's functions it reaches, may make. ``owner`` is a
+    method's ``self``.
+    """
     found: dict[tuple[int, str], Access] = {}
     seen: set[tuple[int, int]] = set()
     todo: list[tuple[types.FunctionType, object]] = [(fn, owner)]
@@ -113,7 +118,9 @@ def find_accesses(fn: types.FunctionType, owner: object = None) -> tuple[Access,
 
 
 def _holder(access: Access) -> Access:
-    """The object whose method an access finds, which is what can change: ``items.append`` reads ``items``."""
+    """The object whose method an access finds, which is what can change: ``items.append`` reads
+    ``items``.
+    """
     value = access.get()
     bound = getattr(value, "__self__", None)
     if (
@@ -127,23 +134,14 @@ def _holder(access: Access) -> Access:
 
 
 def _user_function(value: Any) -> tuple[types.FunctionType, object] | None:
-    """The Python function that calling ``value`` runs, and its self; None for anything of a library."""
+    """The Python function that calling ``value`` runs, and its self; None for a library's."""
     value = getattr(value, "__wrapped_spmd__", value)
+    function, owner = value, None
     if isinstance(value, types.MethodType):
-        return (
-            (value.__func__, value.__self__)
-            if isinstance(value.__func__, types.FunctionType)
-            else None
-        )
-    if isinstance(value, types.FunctionType):
-        return value, None
-    if isinstance(value, torch.nn.Module) and not _is_library(type(value)):
-        return (
-            (type(value).forward, value)
-            if isinstance(type(value).forward, types.FunctionType)
-            else None
-        )
-    return None
+        function, owner = value.__func__, value.__self__
+    elif isinstance(value, torch.nn.Module) and not _is_library(type(value)):
+        function, owner = type(value).forward, value
+    return (function, owner) if isinstance(function, types.FunctionType) else None
 
 
 def _accesses(function: types.FunctionType, owner: object) -> Iterator[Access]:
@@ -195,7 +193,9 @@ _STDLIB = Path(sysconfig.get_paths()["stdlib"])
 
 
 def _is_library(value: Any) -> bool:
-    """Things that are not expected to change between calls: modules, and what installed packages define."""
+    """Things that are not expected to change between calls: modules, and what installed packages
+    define.
+    """
     if isinstance(value, types.ModuleType):
         return True
     module = getattr(value, "__module__", None)

@@ -1,9 +1,11 @@
-"""From an FX graph of ATen ops and collectives to our graph: names, types, user lines, in-place writes."""
+"""From an FX graph of ATen ops and collectives to our graph: names, types, user lines, in-place
+writes.
+"""
 
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,26 +18,31 @@ from iris.graph.ops.base import InferContext, Local
 from iris.graph.types import Mesh, TensorType
 from iris.lower.dtypes import dtype_name
 from iris.spmd import recognised
+from iris.spmd.context import TraceContext
 from iris.spmd.tracing import Output, Traced
 
+# Constants by a number of Python's, which may be a size of this rank's shard.
+FILLED = {"full", "new_full", "full_like", "scalar_tensor", "arange"}
 RENAMED = {"mm": "matmul", "bmm": "matmul"}
 VIEWS = {
-    "view", "_unsafe_view", "t", "transpose.int", "permute", "select.int", "slice.Tensor", "expand", "alias",
-    "detach", "squeeze.dim", "squeeze", "unsqueeze", "as_strided", "narrow", "diagonal", "split.Tensor",
-    "unbind.int", "reshape", "view.dtype",
+    "view", "_unsafe_view", "t", "transpose.int", "permute", "select.int", "slice.Tensor", "expand",
+    "alias", "detach", "squeeze.dim", "squeeze", "unsqueeze", "as_strided", "narrow", "diagonal",
+    "split.Tensor", "unbind.int", "reshape", "view.dtype",
 }  # fmt: skip
 
 
 @dataclass
 class Importer:
-    """Builds a Graph node by node. ``captured`` are tensors the function read from outside, bound by reference."""
+    """Builds a Graph node by node. ``captured`` are tensors the function read from outside, bound
+    by reference.
+    """
 
     name: str
     mesh: Mesh
     coord: Mapping[str, int]
     device: torch.device
     axes_over: Callable[[tuple[int, ...]], tuple[str, ...]]
-    calls: Sequence[Any] = ()
+    context: TraceContext
     known: Mapping[int, Value] = field(default_factory=dict)  # by id of a tensor read from outside
     nodes: list[Node] = field(default_factory=list)
     inputs: list[Value] = field(default_factory=list)
@@ -65,7 +72,9 @@ class Importer:
         )
 
     def advance(self, module: Any, graph: torch.fx.Graph, inputs: Sequence[Value]) -> None:
-        """Import the nodes of ``graph`` that came since the last time; ``module`` holds its tensors."""
+        """Import the nodes of ``graph`` that came since the last time; ``module`` holds its
+        tensors.
+        """
         for node in itertools.islice(graph.nodes, self._seen, None):
             self._seen += 1
             if node.op == "placeholder":
@@ -82,7 +91,8 @@ class Importer:
         return self._types[ref.name]
 
     def _results(self, graph: torch.fx.Graph) -> Sequence[Any]:
-        return next(node for node in reversed(graph.nodes) if node.op == "output").args[0]
+        (values,) = next(node for node in reversed(graph.nodes) if node.op == "output").args
+        return list(values)
 
     def _bind_input(self, node: Any, value: Value) -> None:
         self.inputs.append(value)
@@ -97,7 +107,8 @@ class Importer:
             self._env[node] = Ref(self._captured_names[id(tensor)])
             return
         literal = all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
-        varying = () if literal else self.mesh.names
+        same = literal and not self.context.uneven  # a literal may hold a size of this rank's
+        varying = () if same else self.mesh.names
         type_ = TensorType(dtype_name(tensor.dtype), tuple(tensor.shape), varying=varying)
         value = self.known.get(id(tensor)) or Value(f"captured{len(self.captured)}", type_)
         self._bind_input(node, value)
@@ -121,7 +132,8 @@ class Importer:
             raise recognised.refusal(self.name, name, node.meta.get("loc", ""))
         op, args, attrs = self._operation(node)
         if op == "copy_" and self._is_input(args[0]):
-            assert isinstance(args[0], Ref) and isinstance(args[1], Ref)
+            assert isinstance(args[0], Ref)
+            assert isinstance(args[1], Ref)
             self.writes[args[0].name] = args[1].name
             self._env[node] = args[0]
             return
@@ -136,7 +148,7 @@ class Importer:
     def _inline(self, node: Any) -> None:
         """The nodes of a nested function, once more, on this call's operands."""
         operands, number = node.args
-        module = self.calls[number].traced.module
+        module = self.context.calls[number].traced.module
         waiting = [self._env[operand] for operand in operands]
         for inner in module.graph.nodes:
             if inner.op == "placeholder":
@@ -159,6 +171,8 @@ class Importer:
         typed_attrs = {key: map_refs(arg, self._type_of) for key, arg in attrs}
         context = InferContext(self.mesh, self.coord, loc)
         types = infer_node(op, context, typed, typed_attrs, locals_)
+        if self.context.uneven and op.partition(".")[0] in FILLED:
+            types = tuple(replace(t, varying=self.mesh.names) for t in types)
         values = tuple(Value(self._fresh(), type_) for type_ in types)
         self.nodes.append(Node(op, args, attrs, values, loc))
         for value in values:
@@ -186,7 +200,8 @@ class Importer:
         made_by = self._makers.get(target.name, "input") if isinstance(target, Ref) else "input"
         if made_by == "input" or made_by in VIEWS:
             raise TraceError(
-                f"{self.name}: {op} writes in place to {'an input' if made_by == 'input' else 'a view'} "
+                f"{self.name}: {op} writes in place to "
+                f"{'an input' if made_by == 'input' else 'a view'} "
                 f"below functionalisation\n  at {node.meta.get('loc', '')}",
                 help="use the form that returns a new tensor",
             )

@@ -1,7 +1,9 @@
-"""Decorated functions called inside a trace: traced once a signature, then one op a call, and inlined on import.
+"""Decorated functions called inside a trace: traced once a signature, then one op a call, and
+inlined on import.
 
-A hundred calls of one decorated layer cost one trace of the layer. A function whose trace cannot be repeated like that
-(it writes to its arguments, or returns tensors from outside) is simply run inside the outer trace.
+A hundred calls of one decorated layer cost one trace of the layer. A function whose trace cannot
+be repeated like that (it writes to its arguments, or returns tensors from outside) is simply run
+inside the outer trace.
 """
 
 from collections.abc import Callable, Sequence

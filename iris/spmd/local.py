@@ -230,7 +230,7 @@ class LocalMesh(Controller):
         """The entry and the signature of a call, made where they are new."""
         binder, _ = function._bindings(instance)
         bound = binder.bind(args, kwargs)
-        _check_grad(function._options.name, bound)
+        _check_grad(function._options.name, bound, instance)
         entry = self._entry(function, instance)
         signature = entry.signatures.get(bound.key)
         if signature is None:
@@ -436,10 +436,12 @@ def _write_back(name: str, results: _Results, bound: Bound, inputs: Sequence[Ten
             bound.tensors[index].detach().copy_(inputs[index])
 
 
-def _check_grad(name: str, bound: Bound) -> None:
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in bound.tensors):
+def _check_grad(name: str, bound: Bound, instance: Any) -> None:
+    held = instance.parameters() if isinstance(instance, nn.Module) else ()
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*bound.tensors, *held)):
         raise UnsupportedError(
-            f"{name}: an argument requires grad, and a local mesh does not differentiate",
+            f"{name}: an argument or parameter requires grad, "
+            "and a local mesh does not differentiate",
             help="call it under torch.no_grad(), or differentiate inside the program",
         )
 

@@ -26,6 +26,7 @@ from iris.runtime.shared import SharedMemory
 from iris.runtime.worker import Failure
 from iris.spmd.decorator import SpmdFunction
 from iris.spmd.mesh import mesh as make_mesh
+from iris.spmd.modules import held_leaves
 from iris.spmd.program import Options, Program, prepare
 
 _STORE = 0x10CA1  # tag of the barrier between writing results and comparing them
@@ -239,7 +240,8 @@ def run_plain(settings: Settings | None, call: bytes) -> Any:
 def run_program(request: Request) -> Returned | list[Difference] | None:
     """Run a program. Its results are stored at once where the caller knew their shapes."""
     signature = _signature(request)
-    program, tensors = _bind(request, signature)
+    with torch.no_grad():  # the caller refused whatever requires grad
+        program, tensors = _bind(request, signature)
     if program.executable is None:
         prepare(program)
     names = [value.name for value in program.graph.inputs]
@@ -268,7 +270,8 @@ def store(
 @_task
 def trace_program(request: Request) -> tuple[Program, Any] | None:
     """Trace a call. Rank 0 returns the program, bare, and the structure of its result."""
-    program, _ = _bind(request, _signature(request))
+    with torch.no_grad():
+        program, _ = _bind(request, _signature(request))
     if context.current().cur_rank != 0:
         return None
     shown = copy.copy(program)
@@ -299,15 +302,15 @@ def _signature(request: Request) -> _Signature:
         host.functions.pop(number, None)
         for key in [key for key in host.signatures if key[0] == number]:
             del host.signatures[key]
-    if request.definition is not None:
-        new: Definition = pickle.loads(request.definition)
-        host.functions[request.program] = (
-            SpmdFunction(new.fn, new.options, new.static),
-            new.instance,
-        )
     if request.binding is not None:
         binding: Binding = pickle.loads(request.binding)
         host.signatures[request.program, request.signature] = _keep(binding, host)
+    if request.definition is not None:
+        new: Definition = pickle.loads(request.definition)
+        mesh = host.signatures[request.program, request.signature].binding.mesh
+        _split_module(new.instance, mesh, host.coordinate(mesh))
+        function = SpmdFunction(new.fn, new.options, new.static)
+        host.functions[request.program] = function, new.instance
     return host.signatures[request.program, request.signature]
 
 
@@ -317,6 +320,16 @@ def _keep(binding: Binding, host: _Host) -> _Signature:
     place = host.coordinate(binding.mesh)
     cuts = [cut(type_, binding.mesh, place) for type_ in binding.types]
     return _Signature(binding, holes, leaves, tree, cuts)
+
+
+def _split_module(instance: Any, mesh: Mesh, place: dict[str, int]) -> None:
+    """Leave of a module's partitioned tensors the parts that the rank at ``place`` holds."""
+    for leaf in held_leaves(instance):
+        if leaf.spec is not None:
+            shape = tuple(leaf.value.shape)
+            dims = leaf.spec.dims + ((),) * (len(shape) - len(leaf.spec.dims))
+            pieces = cut(TensorType("f32", shape, dims), mesh, place)
+            leaf.value.data = narrowed(leaf.value.data, pieces).clone()
 
 
 def _bind(request: Request, signature: _Signature) -> tuple[Program, list[Tensor]]:

@@ -49,7 +49,8 @@ def mesh(shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
         )
     if math.prod(shape) != ctx.num_ranks:
         raise SpecError(
-            f"mesh {tuple(shape)} has {math.prod(shape)} places, the world has {ctx.num_ranks} ranks",
+            f"mesh {tuple(shape)} has {math.prod(shape)} places, "
+            f"the world has {ctx.num_ranks} ranks",
             help="the product of the shape must be the number of ranks",
         )
     return init_device_mesh(ctx.device.type, tuple(shape), mesh_dim_names=tuple(names))
@@ -110,5 +111,6 @@ class ProgramMesh:
                 return axes
         raise SpecError(
             f"ranks {ranks} are no axis of the mesh {self.shape}",
-            help="inside a program name a mesh axis, or give @iris.spmd a mesh that has these ranks",
+            help="inside a program name a mesh axis, "
+            "or give @iris.spmd a mesh that has these ranks",
         )

@@ -1,4 +1,6 @@
-"""Why a call was traced again: what differs from the closest signature known (``IRIS_LOG=cache``)."""
+"""Why a call was traced again: what differs from the closest signature known
+(``IRIS_LOG=cache``).
+"""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -21,7 +23,9 @@ class Misses:
     warned: set[str] = field(default_factory=set)
 
     def note(self, name: str, labels: Sequence[str], key: Key, known: Iterable[Key]) -> None:
-        """A call of ``name`` with ``key`` was not found among ``known``; ``labels`` name the key's entries."""
+        """A call of ``name`` with ``key`` was not found among ``known``; ``labels`` name the key's
+        entries.
+        """
         changes = min((differences(labels, key, other) for other in known), key=len, default=None)
         if "cache" in config.log():
             reason = (
@@ -39,8 +43,8 @@ class Misses:
         if len(seen) >= RETRACES_BEFORE_WARNING and label not in self.warned and "value" in text:
             self.warned.add(label)
             warnings.warn(
-                f"{name} has been traced {len(seen) + 1} times because {label} keeps changing ({text}): "
-                "pass it as a tensor to trace once",
+                f"{name} has been traced {len(seen) + 1} times because {label} keeps changing "
+                f"({text}): pass it as a tensor to trace once",
                 stacklevel=2,
             )
 

@@ -1,4 +1,6 @@
-"""Torch modules as programs: their parameters and buffers are inputs by reference, with a spec where one is claimed."""
+"""Torch modules as programs: their parameters and buffers are inputs by reference, with a spec
+where one is claimed.
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,10 +15,12 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def partition(module: M, claims: P | dict[str, P]) -> M:
-    """Say how the tensors that ``module`` itself holds are spread over mesh axes; return ``module``.
+    """Say how the tensors that ``module`` itself holds are spread over mesh axes; return
+    ``module``.
 
     Args:
-        claims: a `P` for all of them, or by name. What is not named is taken as it is, and nothing is known about it.
+        claims: a `P` for all of them, or by name. What is not named is taken as it is, and nothing
+            is known about it.
 
     Raises SpecError for a name that the module does not hold.
 
@@ -54,7 +58,8 @@ def held_leaves(module: Any) -> list[Leaf]:
 
 
 def decorate_module(target: Any, wrap: Callable[[Any, str], Any]) -> Any:
-    """Make ``forward`` of a module class, or of one module, a program; return the class or module itself.
+    """Make ``forward`` of a module class, or of one module, a program; return the class or module
+    itself.
 
     State dicts, hooks and subclasses stay as they were: only ``forward`` is another function.
     """

@@ -1,4 +1,6 @@
-"""From one call of a decorated function to a runnable program, in agreement with the other ranks."""
+"""From one call of a decorated function to a runnable program, in agreement with the other
+ranks.
+"""
 
 import itertools
 import re
@@ -13,14 +15,13 @@ from torch import Tensor
 from iris import config
 from iris.errors import SpecError, TraceError, TypeRuleError, UnsupportedError
 from iris.graph.nodes import Graph, Ref, Value
-from iris.graph.ops import Output as Returned
-from iris.graph.ops import check_outputs, get_op
+from iris.graph.ops import Output as Returned, check_outputs, get_op
 from iris.graph.types import Mesh, TensorType
+from iris.lower.choices import Choice, choose
+from iris.lower.dtypes import dtype_name
 from iris.lower.program import Executable, build
 from iris.lower.replay import Runner
 from iris.lower.sites import Place
-from iris.lower.choices import Choice, choose
-from iris.lower.dtypes import dtype_name
 from iris.runtime.context import current
 from iris.runtime.groups import Group
 from iris.spmd.binding import Binder, Bound, alias_key, flat_base
@@ -192,7 +193,9 @@ class Compiler:
     def _types(
         self, leaves: Sequence[Leaf], mesh: ProgramMesh | None, group: Group | None
     ) -> list[TensorType] | None:
-        """Global types of the tensor leaves, known once all ranks' shapes are; None while there is no mesh."""
+        """Global types of the tensor leaves, known once all ranks' shapes are; None while there is
+        no mesh.
+        """
         if mesh is None:
             return None
         mine = [(dtype_name(leaf.value.dtype), tuple(leaf.value.shape)) for leaf in leaves]
@@ -245,7 +248,9 @@ class Compiler:
         types: list[TensorType] | None,
         bases: tuple[tuple[int, ...], ...],
     ) -> Callable[[Tensor], TensorType]:
-        """A function that tells the type of a traced tensor, by importing what was traced so far."""
+        """A function that tells the type of a traced tensor, by importing what was traced so
+        far.
+        """
         probe: list[tuple[Importer, list[Value]]] = []
 
         def type_of(x: Tensor) -> TensorType:
@@ -267,7 +272,9 @@ class Compiler:
         mesh: ProgramMesh,
         bases: tuple[tuple[int, ...], ...],
     ) -> list[Value]:
-        """Names and types of the graph's inputs: leaves, then the bases of leaves that share memory."""
+        """Names and types of the graph's inputs: leaves, then the bases of leaves that share
+        memory.
+        """
         if types is None:
             types = self._local_types(leaves, mesh)
         shared = {index for members in bases for index in members}
@@ -283,7 +290,9 @@ class Compiler:
         return inputs
 
     def _local_types(self, leaves: Sequence[Leaf], mesh: ProgramMesh) -> list[TensorType]:
-        """Types of leaves of which no axis is claimed: all ranks' shapes are taken to be this rank's."""
+        """Types of leaves of which no axis is claimed: all ranks' shapes are taken to be this
+        rank's.
+        """
         mine = [(dtype_name(leaf.value.dtype), tuple(leaf.value.shape)) for leaf in leaves]
         return resolve_types(self.name, leaves, mesh, [mine] * len(mesh.ranks))
 
@@ -297,7 +306,7 @@ class Compiler:
             dict(mesh.coord),
             device,
             mesh.axes_over,
-            context.calls,
+            context,
             self.held_types,
         )
 
@@ -388,7 +397,9 @@ class Compiler:
 
 
 def prepare(program: Program) -> None:
-    """Make ``program`` runnable on this rank: allocate workspaces, load kernels. Collective over its mesh."""
+    """Make ``program`` runnable on this rank: allocate workspaces, load kernels. Collective over
+    its mesh.
+    """
     if program.mesh.abstract:
         raise UnsupportedError(
             f"{program.options.name}: an abstract mesh has no ranks to run on",
@@ -408,7 +419,9 @@ def prepare(program: Program) -> None:
 
 
 def shared_text(graph: Graph) -> str:
-    """The part of a graph's text that all ranks must share: all of it, or its effects where shards are uneven."""
+    """The part of a graph's text that all ranks must share: all of it, or its effects where shards
+    are uneven.
+    """
     if all(type_.is_even(graph.mesh) for type_ in graph.types.values()):
         return str(graph)
     effects = [node for node in graph.nodes if get_op(node.op).effects]
@@ -463,7 +476,9 @@ def _names(leaves: Sequence[Leaf]) -> list[str]:
 def _based(
     tensors: Sequence[Tensor], bases: tuple[tuple[int, ...], ...], name: str
 ) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], list[Tensor]]]:
-    """Inputs for a trace in which overlapping leaves are views of one flat base, and the way back to leaves."""
+    """Inputs for a trace in which overlapping leaves are views of one flat base, and the way back
+    to leaves.
+    """
     shared = {index for members in bases for index in members}
     rest = [index for index in range(len(tensors)) if index not in shared]
     made = [flat_base([tensors[i] for i in members], name) for members in bases]
@@ -485,7 +500,9 @@ Shape = tuple[str, tuple[int, ...]]
 def resolve_types(
     name: str, leaves: Sequence[Leaf], mesh: ProgramMesh, shapes: Sequence[Sequence[Shape]]
 ) -> list[TensorType]:
-    """Global types from every rank's local shapes. SpecError, the same on all ranks, lists every shard that misfits."""
+    """Global types from every rank's local shapes. SpecError, the same on all ranks, lists every
+    shard that misfits.
+    """
     places = list(itertools.product(*(range(n) for _, n in mesh.shape.axes)))
     coords = [dict(zip(mesh.shape.names, place, strict=True)) for place in places]
     types, wrong = [], []
@@ -501,8 +518,8 @@ def resolve_types(
             due = type_.local_shape(mesh.shape, coord)
             if (dtype, local) != (type_.dtype, due):
                 wrong.append(
-                    f"{leaf.path}: rank {rank} holds {dtype}{list(local)}; of {type_} it should hold "
-                    f"{type_.dtype}{list(due)}"
+                    f"{leaf.path}: rank {rank} holds {dtype}{list(local)}; "
+                    f"of {type_} it should hold {type_.dtype}{list(due)}"
                 )
                 break
     if wrong:
@@ -510,7 +527,8 @@ def resolve_types(
         raise SpecError(
             f"{name}: {len(wrong)} {noun} from the specs on mesh {mesh.shape}\n  "
             + "\n  ".join(wrong),
-            help="shards follow torch.chunk: all of the rounded-up size, the last ones smaller or empty",
+            help="shards follow torch.chunk: all of the rounded-up size, "
+            "the last ones smaller or empty",
         )
     return types
 

@@ -1,10 +1,12 @@
-"""Collectives as FX calls, iris's own and torch's functional ones (what DTensor emits), in terms of the graph."""
+"""Collectives as FX calls, iris's own and torch's functional ones (what DTensor emits), in terms
+of the graph.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d
 
 from iris.errors import TraceError
 from iris.graph.nodes import Arg
@@ -37,11 +39,13 @@ def own(name: str, args: tuple[Arg, ...]) -> Call:
 def functional(
     name: str, args: tuple[Arg, ...], axes_over: Callable[[tuple[int, ...]], tuple[str, ...]]
 ) -> Call | None:
-    """``_c10d_functional::name(x, ..., group_name)``; None for an op that the graph has no name for."""
+    """``_c10d_functional::name(x, ..., group_name)``; None for an op that the graph has no name
+    for.
+    """
     group_name: Any = args[-1]
     if name not in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast"):
         return None
-    group = _resolve_process_group(group_name)
+    group = distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined]
     axis = _axis(axes_over(tuple(torch.distributed.get_process_group_ranks(group))))
     if name == "all_gather_into_tensor":
         return "all_gather", args[:1], (("axis", axis), ("dim", 0))

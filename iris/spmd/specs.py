@@ -17,7 +17,8 @@ Dim = None | str | tuple[str, ...]
 class P:
     """Which mesh axes split each dim of a tensor: ``P("tp", None)``, ``P(("dp", "tp"))``, ``P()``.
 
-    Dims that are not named are not split, so ``P()`` is replicated. ``partial`` names axes over which a sum is still
+    Dims that are not named are not split, so ``P()`` is replicated. ``partial`` names axes over
+    which a sum is still
     due: such a value is only meaningful once it is summed.
 
     >>> P("tp", None)
@@ -66,7 +67,9 @@ def _dim(dim: Dim) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One leaf of the arguments or results: where it stands, its value, its spec (None: nothing claimed)."""
+    """One leaf of the arguments or results: where it stands, its value, its spec (None: nothing
+    claimed).
+    """
 
     path: str
     value: Any
@@ -118,7 +121,8 @@ def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def match(specs: Any, value: Any, mesh: Mesh, path: str = "") -> list[Leaf]:
-    """Lay a tree of specs, which may be a prefix, over ``value``; one Leaf for each leaf of ``value``.
+    """Lay a tree of specs, which may be a prefix, over ``value``; one Leaf for each leaf of
+    ``value``.
 
     Raises SpecError where the structures differ.
     """

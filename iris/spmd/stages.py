@@ -1,4 +1,6 @@
-"""A program ahead of time: ``f.trace(...)`` -> ``.lower()`` -> ``.compile()``, each with its text."""
+"""A program ahead of time: ``f.trace(...)`` -> ``.lower()`` -> ``.compile()``, each with its
+text.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -81,7 +83,9 @@ class Compiled:
         return self.program.executable.text
 
     def memory(self) -> Memory:
-        """Bytes that a run needs: symmetric workspace on the heap, and values alive at once outside it."""
+        """Bytes that a run needs: symmetric workspace on the heap, and values alive at once
+        outside it.
+        """
         return memory_of(self.program.fused, self.program.executable, dict(self.program.mesh.coord))
 
     def explain(self) -> Explanation:
@@ -94,6 +98,7 @@ class Compiled:
         if bound.key != self.signature.key:
             raise SpecError(
                 f"{self.program.options.name}: compiled for other arguments",
-                help="call the decorated function, which traces again, or trace it with these arguments",
+                help="call the decorated function, which traces again, "
+                "or trace it with these arguments",
             )
         return self.program(bound.tensors)

@@ -1,4 +1,6 @@
-"""Keys of arguments that are not tensors: compared by value, never by a hash the user may have made unfaithful."""
+"""Keys of arguments that are not tensors: compared by value, never by a hash the user may have
+made unfaithful.
+"""
 
 import dataclasses
 import enum
@@ -21,8 +23,9 @@ MAX_DEPTH = 12
 def static_key(value: Any, depth: int = 0) -> object:
     """A hashable key that is equal exactly when ``value`` means the same to a trace.
 
-    Numbers and strings by type and value; containers, dataclasses, enums and plain objects by their contents;
-    functions, classes and modules by identity; torch modules by what a forward pass can read of them.
+    Numbers and strings by type and value; containers, dataclasses, enums and plain objects by
+    their contents; functions, classes and modules by identity; torch modules by what a forward
+    pass can read of them.
 
     Raises SpecError for a value that cannot be compared (a numpy array, a generator, a cycle).
     """
@@ -35,7 +38,7 @@ def static_key(value: Any, depth: int = 0) -> object:
         raise _refusal(value, "nests too deeply, or contains itself")
     if isinstance(value, torch.Tensor):
         return tensor_identity(value)
-    if isinstance(value, ATOMIC) or isinstance(value, enum.Enum):
+    if isinstance(value, (*ATOMIC, enum.Enum)):
         return value
     if isinstance(value, list | tuple):
         return (kind, tuple(static_key(item, depth + 1) for item in value))
@@ -70,7 +73,9 @@ def _object_key(value: Any, depth: int) -> object:
 
 
 def module_key(module: torch.nn.Module, depth: int = 0) -> object:
-    """What a forward pass reads of a torch module: classes, mode, plain attributes, and which tensors it holds."""
+    """What a forward pass reads of a torch module: classes, mode, plain attributes, and which
+    tensors it holds.
+    """
     skipped = ("_parameters", "_buffers", "_modules")
     parts: list[object] = []
     for child in module.modules():
@@ -98,7 +103,7 @@ def tensor_identity(tensor: torch.Tensor) -> object:
 class Same:
     """Equal only to another mark of the very same, still living object."""
 
-    __slots__ = ("_id", "_get")
+    __slots__ = ("_get", "_id")
 
     def __init__(self, value: object) -> None:
         self._id = id(value)
@@ -120,5 +125,6 @@ class Same:
 def _refusal(value: Any, why: str) -> SpecError:
     return SpecError(
         f"an argument of type {type(value).__name__} {why}",
-        help="pass tensors, numbers, strings, containers or dataclasses of them, or close over the value",
+        help="pass tensors, numbers, strings, containers or dataclasses of them, "
+        "or close over the value",
     )

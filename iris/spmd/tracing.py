@@ -1,4 +1,6 @@
-"""Running a user's function on fake tensors: make_fx, functionalised, with the user's line on every node."""
+"""Running a user's function on fake tensors: make_fx, functionalised, with the user's line on
+every node.
+"""
 
 import linecache
 import os
@@ -9,7 +11,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -40,7 +42,9 @@ _USERS_OWN = re.compile(r"iris[\\/](demo|hf)[\\/]")  # written as a user would
 
 @dataclass(frozen=True)
 class Output:
-    """One leaf of the result: a traced value, an input handed back, a tensor from outside, or a plain constant."""
+    """One leaf of the result: a traced value, an input handed back, a tensor from outside, or a
+    plain constant.
+    """
 
     kind: str  # "value" | "input" | "tensor" | "constant"
     item: Any  # index among traced values | index of the input | the tensor | the constant
@@ -48,7 +52,9 @@ class Output:
 
 @dataclass(frozen=True)
 class Traced:
-    """What tracing found: an FX graph whose placeholders are the tensor leaves, and how the result is put together."""
+    """What tracing found: an FX graph whose placeholders are the tensor leaves, and how the result
+    is put together.
+    """
 
     module: torch.fx.GraphModule
     outputs: tuple[Output, ...]
@@ -58,7 +64,7 @@ class Traced:
 class _Escapes(TorchFunctionMode):
     """Refuses calls that would turn a traced tensor into numbers or memory."""
 
-    REFUSED = {
+    REFUSED: ClassVar = {
         torch.Tensor.numpy: "numpy()",
         torch.Tensor.tolist: "tolist()",
         torch.Tensor.__array__: "numpy conversion",
@@ -106,10 +112,11 @@ def trace(
     watched: Sequence[Access],
     devices: Sequence[torch.device] | None = None,
 ) -> Traced:
-    """Run ``fn`` once on fake copies of ``tensors`` (on ``devices``, where the tensors themselves are meta tensors).
+    """Run ``fn`` once on fake copies of ``tensors`` (on ``devices``, where the tensors themselves
+    are meta tensors).
 
-    ``rebuild`` puts tensors back into the arguments. ``watched`` are the places outside that the function may touch;
-    a traced tensor left in one is an error, and the old value is put back.
+    ``rebuild`` puts tensors back into the arguments. ``watched`` are the places outside that the
+    function may touch; a traced tensor left in one is an error, and the old value is put back.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: list[Tensor]
@@ -157,7 +164,9 @@ def _classify(leaf: Any, inputs: Sequence[Tensor], values: list[Tensor]) -> Outp
 
 
 def _locate(mode: Any) -> None:
-    """Make the tracer note the user's line on each node it creates (cheaper than whole stack traces)."""
+    """Make the tracer note the user's line on each node it creates (cheaper than whole stack
+    traces).
+    """
     tracer = mode.tracer
     create = tracer.create_node
 
@@ -170,7 +179,9 @@ def _locate(mode: Any) -> None:
 
 
 def user_line(frame: types.FrameType | None) -> str:
-    """``model.py:41``: the innermost frame that is neither torch's nor ours; empty when there is none."""
+    """``model.py:41``: the innermost frame that is neither torch's nor ours; empty when there is
+    none.
+    """
     while frame is not None:
         path = frame.f_code.co_filename
         if not path.startswith(_LIBRARY_DIRS) or _USERS_OWN.search(path):
@@ -194,20 +205,23 @@ def _error_line(error: BaseException) -> str:
 
 @contextmanager
 def _explain(name: str) -> Iterator[None]:
-    """Turn the ways a trace can fail into TraceErrors that name the function and the user's line."""
+    """Turn the ways a trace can fail into TraceErrors that name the function and the user's
+    line.
+    """
     try:
         yield
     except IrisError:
         raise
     except _Value as error:
         raise TraceError(
-            f"{name}: {error} of a traced tensor: its values are not known while tracing{_error_line(error)}",
+            f"{name}: {error} of a traced tensor: its values are not known while tracing"
+            + _error_line(error),
             help="keep the computation in torch ops, or do this outside the decorated function",
         ) from None
     except DataDependentOutputException as error:
         raise TraceError(
-            f"{name}: Python asks for the value of a traced tensor (if, while, item(), int() or float())"
-            + _error_line(error),
+            f"{name}: Python asks for the value of a traced tensor "
+            "(if, while, item(), int() or float())" + _error_line(error),
             help="use torch.where, or branch on shapes or on a plain Python argument",
         ) from None
     except DynamicOutputShapeException as error:
@@ -230,9 +244,13 @@ def _explain(name: str) -> Iterator[None]:
 
 @contextmanager
 def _watch(places: Sequence[Access], name: str) -> Iterator[None]:
-    """Put back what a trace changed outside, and refuse it where a traced tensor was left behind."""
+    """Put back what a trace changed outside, and refuse it where a traced tensor was left
+    behind.
+    """
     before = [(place, place.get()) for place in places]
-    contents = [(place, value, _copy(value)) for place, value in before if _copy(value) is not None]
+    contents = [
+        (place, value, copy) for place, value in before if (copy := _copy(value)) is not None
+    ]
     leaked = []
     try:
         yield
@@ -247,13 +265,16 @@ def _watch(places: Sequence[Access], name: str) -> Iterator[None]:
                 leaked.append(place.text)
     if leaked:
         raise TraceError(
-            f"{name}: leaves a traced tensor in {', '.join(dict.fromkeys(leaked))}: it has no value after the trace",
+            f"{name}: leaves a traced tensor in {', '.join(dict.fromkeys(leaked))}: "
+            "it has no value after the trace",
             help="return the tensor from the function and store it outside",
         )
 
 
 def _copy(value: Any) -> list[Any] | dict[Any, Any] | None:
-    """A shallow copy of what a trace could leave tensors in: a list, a dict, an object's attributes."""
+    """A shallow copy of what a trace could leave tensors in: a list, a dict, an object's
+    attributes.
+    """
     if isinstance(value, list):
         return list(value)
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
 """Passes keep the meaning, types never lie, text parses back: over random programs on 1 to 4 ranks.
 
-Torch runs each op of a random program on every rank's own tensors. So a program comes with its graph and inferred
-types, and with what torch makes of every value on every rank. The numpy reference is not used to build it, but for
-the collectives.
+Torch runs each op of a random program on every rank's own tensors. So a program comes with its
+graph and inferred types, and with what torch makes of every value on every rank. The numpy
+reference is not used to build it, but for the collectives.
 """
 
 import contextlib
@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from iris.errors import TypeRuleError
 from iris.graph.nodes import Arg, Graph, Node, Ref, Token, Value
@@ -25,7 +24,6 @@ from iris.graph.parse import parse
 from iris.graph.passes import PASSES, fusion_report, run_passes
 from iris.graph.reference import run, shard
 from iris.graph.types import Mesh, TensorType
-from iris.graph.verify import verify
 
 AXES = (("tp", 1), ("tp", 2), ("tp", 3), ("tp", 4))
 DTYPES = {torch.float32: "f32", torch.int64: "i64", torch.bool: "bool", torch.float64: "f64"}
@@ -57,7 +55,7 @@ class Program:
         return name
 
     def add(self, names: list[str], call: Callable[..., Call]) -> str:
-        """One op on ``names``: the name of its first output. Refused if torch or a type rule says no.
+        """One op on ``names``; the name of its first output. Refused if torch or a rule says no.
 
         ``call`` gives op and arguments from one rank's tensors.
         """
@@ -100,12 +98,14 @@ class Program:
         if op in COLLECTIVES or op == "axis_index":
             return self._collective(op, by_rank, args)
         outs = []
-        for name, given, attrs in by_rank:
-            attrs = {k: torch.float32 if isinstance(v, Token) else v for k, v in attrs.items()}
+        for name, operands, given_attrs in by_rank:
+            attrs = {
+                k: torch.float32 if isinstance(v, Token) else v for k, v in given_attrs.items()
+            }
             packet, _, overload = PLAIN.get(name, name).partition(".")
             try:
                 out = getattr(getattr(torch.ops.aten, packet), overload or "default")(
-                    *given, **attrs
+                    *operands, **attrs
                 )
             except (RuntimeError, IndexError, NotImplementedError):
                 return None
@@ -160,7 +160,7 @@ class Program:
 
 
 def check_types(program: Program) -> None:
-    """No type claims what torch's values deny: shapes of all ranks, and equality where replicated."""
+    """No type claims what torch's values deny: shapes on all ranks, equality where replicated."""
     mesh = program.mesh
     places = coordinates(mesh)
     for name, type in program.types.items():

@@ -91,7 +91,8 @@ def test_static_that_cannot_be_compared_is_refused():
         f(torch.ones(1), np.ones(3))
     assert str(caught.value) == (
         "f: table: an argument of type ndarray cannot be compared by value\n"
-        "help: pass tensors, numbers, strings, containers or dataclasses of them, or close over the value"
+        "help: pass tensors, numbers, strings, containers or dataclasses of them, "
+        "or close over the value"
     )
 
 

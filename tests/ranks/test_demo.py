@@ -59,8 +59,8 @@ def test_a_wrong_result_is_noticed(
 @pytest.mark.parametrize(
     ("option", "value", "allowed"),
     [
-        ("--ranks", "0", "'0' is not a whole number from 1 to 64"),
-        ("--ranks", "two", "'two' is not a whole number from 1 to 64"),
+        ("--ranks", "0", "'0' is not a whole number from 1 to 16"),
+        ("--ranks", "two", "'two' is not a whole number from 1 to 16"),
         ("--tokens", "-1", "'-1' is not a whole number from 1 to 8192"),
         ("--prompt", "", "the prompt is empty: give at least one character"),
         ("--device", "tpu", "'tpu' is not one of cpu, "),

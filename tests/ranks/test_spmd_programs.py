@@ -1,4 +1,6 @@
-"""Decorated functions on real ranks: right values for every shape, call after call, and clear errors on all ranks."""
+"""Decorated functions on real ranks: right values for every shape, call after call, and clear
+errors on all ranks.
+"""
 
 import time
 
@@ -25,9 +27,7 @@ def _mlp(m, k, f, dtype, seeds):
     ctx = iris.iris(1 << 22)
     rank, world = ctx.cur_rank, ctx.num_ranks
 
-    @iris.spmd(
-        in_specs=(P("tp", None), P(None, "tp"), P("tp", None)), out_specs=P("tp", None)
-    )
+    @iris.spmd(in_specs=(P("tp", None), P(None, "tp"), P("tp", None)), out_specs=P("tp", None))
     def mlp(x, w_up, w_down):
         h = F.relu(iris.all_gather(x, "tp", dim=0) @ w_up)
         return iris.reduce_scatter(h @ w_down, "tp", dim=0)
@@ -46,7 +46,15 @@ def _mlp(m, k, f, dtype, seeds):
 
 @pytest.mark.parametrize(
     ("world", "m", "k", "f"),
-    [(1, 4, 3, 5), (2, 8, 6, 4), (3, 7, 5, 10), (4, 12, 6, 8), (4, 5, 6, 9), (4, 1, 1, 1), (2, 4, 0, 2)],
+    [
+        (1, 4, 3, 5),
+        (2, 8, 6, 4),
+        (3, 7, 5, 10),
+        (4, 12, 6, 8),
+        (4, 5, 6, 9),
+        (4, 1, 1, 1),
+        (2, 4, 0, 2),
+    ],
 )
 def test_mlp_of_any_shape_on_any_world(ranks, world, m, k, f):
     assert ranks(world).run(_mlp, m, k, f, torch.float32, (0, 1, 2, 3)) == [1] * world
@@ -58,7 +66,9 @@ def test_mlp_of_any_dtype(ranks, dtype):
 
 
 def _collectives(fn, shapes, dtype, rounds=3):
-    """Run ``fn(x)`` decorated and eagerly on data that differs by rank, row and column; return both by rank."""
+    """Run ``fn(x)`` decorated and eagerly on data that differs by rank, row and column; return
+    both by rank.
+    """
     ctx = iris.iris(1 << 22)
     program = iris.spmd(fn)
     results = []
@@ -135,7 +145,11 @@ def _strided_scatter():
     ctx = iris.iris(1 << 22)
     x = torch.arange(24.0).reshape(4, 3, 2).transpose(1, 2)
     program = iris.spmd(lambda t: iris.reduce_scatter(t, "tp", dim=0))
-    return [iris.reduce_scatter(x, dim=0), program(x), x[ctx.cur_rank : ctx.cur_rank + 1] * ctx.num_ranks]
+    return [
+        iris.reduce_scatter(x, dim=0),
+        program(x),
+        x[ctx.cur_rank : ctx.cur_rank + 1] * ctx.num_ranks,
+    ]
 
 
 def test_reduce_scatter_honours_strides(ranks):
@@ -221,7 +235,8 @@ def _every_dtype(names):
 
 def test_data_movement_takes_every_dtype(ranks):
     # pytorch/pytorch#126556, Azure/msccl-executor-nccl#38
-    names = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 float8_e4m3fn float8_e5m2"
+    names = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64"
+    names += " float8_e4m3fn float8_e5m2"
     assert ranks(2).run(_every_dtype, names.split()) == [[], []]
 
 
@@ -230,7 +245,9 @@ def _sums():
     own = torch.tensor([[4, 8], [3, 4]][0])[ctx.cur_rank]
     return {
         "avg": iris.all_reduce(own.to(torch.int32), op="avg").item(),
-        "int8": iris.all_reduce(torch.tensor([[120], [100]][ctx.cur_rank], dtype=torch.int8)).item(),
+        "int8": iris.all_reduce(
+            torch.tensor([[120], [100]][ctx.cur_rank], dtype=torch.int8)
+        ).item(),
         "fp8": iris.all_reduce(torch.ones(64, dtype=torch.float8_e4m3fn)).float().tolist(),
         "bf16": iris.all_reduce(torch.full((3,), 256.0, dtype=torch.bfloat16)).tolist(),
     }

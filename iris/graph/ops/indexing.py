@@ -211,13 +211,18 @@ def add_rows(x: np.ndarray, dim: int, index: Any, src: Any, *, alpha: Any = 1) -
 
 
 def place_along(x: np.ndarray, dim: int, index: Any, src: Any) -> None:
-    np.put_along_axis(x, index, src, dim)
+    np.put_along_axis(x, index, _under(src, index), dim)
 
 
 def add_along(x: np.ndarray, dim: int, index: Any, src: np.ndarray) -> None:
     grid = list(np.indices(index.shape))
     grid[dim] = index
-    np.add.at(x, tuple(grid), src[tuple(slice(n) for n in index.shape)])
+    np.add.at(x, tuple(grid), _under(src, index))
+
+
+def _under(src: Any, index: np.ndarray) -> Any:
+    """The part of ``src`` that has an index; a number stays one."""
+    return src[tuple(map(slice, index.shape))] if isinstance(src, np.ndarray) else src
 
 
 PLACING: dict[str, Callable[..., None]] = {

@@ -48,28 +48,25 @@ def _faults(output: Output) -> Iterable[tuple[str, str]]:
     """What is wrong with one output, and the way out of it."""
     type, spec, name, loc = output
     claimed = {axis for axes in spec for axis in axes}
-    what, line = f"%{name}: {type}", f" at {loc}" if loc else ""
-    said = format_spec(spec)
+    what, line = f"%{name}: {type}, out_spec {format_spec(spec)}:", f" at {loc}" if loc else ""
+    made = f", made{line}" if loc else ""
     for axis in type.partial:
         collective = "reduce_scatter" if axis in claimed else "all_reduce"
         yield (
-            f"{what} is a partial sum over {axis!r}, its out_spec is {said}: "
-            f"{collective} missing{line}",
+            f"{what} a sum over {axis!r} is still due, {collective} missing{line}",
             f"{collective} partial values before returning them",
         )
     for axis in type.varying:
         if axis not in claimed:
             yield (
-                f"{what} may differ between ranks of {axis!r}, its out_spec {said} says that it "
-                f"does not: made{line or ' here'}",
-                "all_reduce or all_gather it, or name the axis in its out_spec",
+                f"{what} ranks of {axis!r} may hold different values{made}",
+                f"all_reduce or all_gather over {axis!r}, or name it in the out_spec",
             )
     for dim, axes in enumerate(type.spec):
         stated = tuple(spec[dim]) if dim < len(spec) else ()
         if axes and axes != stated:
             yield (
-                f"{what} has dim {dim} split over {' and '.join(map(repr, axes))}, its out_spec is "
-                f"{said}: made{line or ' here'}",
+                f"{what} dim {dim} is split over {' and '.join(map(repr, axes))}{made}",
                 "all_gather that dim, or split it in the out_spec",
             )
 

@@ -60,7 +60,6 @@ class Reduction(Op):
         operands = list(tensors(args))
         ndim = len(operands[0].shape)
         mixed = self.mixed_dims(args, attrs, ndim)
-        label: Link = "mixed" if self.mixing.sums else None
         types = []
         for local in locals:
             kept = len(local.shape) == ndim
@@ -68,7 +67,8 @@ class Reduction(Op):
             links: list[Link] = []
             for d in range(ndim):
                 target = next(free) if kept or d not in mixed else None
-                links.append(label if d in mixed else target)
+                summed = f"dim {d}" if self.mixing.sums else None
+                links.append(summed if d in mixed else target)
             all_links = [links] * len(operands)
             types.append(propagate(self.name, ctx, operands, all_links, local, self.mixing.linear))
         return tuple(types)

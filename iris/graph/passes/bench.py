@@ -81,7 +81,9 @@ class Bench:
         after all of it, so none of the group may need that.
         """
         made = {value.name for number in group for value in self.nodes[number].outputs}
-        late: dict[str, Node] = {}  # values that can only be made after the group
+        late: dict[
+            str, Node
+        ] = {}  # values that come after the group, and the node that makes it so
         effect: Node | None = None  # an effect that has to come after the group
         begun = False  # an effect of the group is behind us
         first: list[int] = []
@@ -99,7 +101,8 @@ class Bench:
                 or not uses.isdisjoint(late)
                 or (number in self.effectful and (begun or effect is not None))
             ):
-                late.update((value.name, node) for value in node.outputs)
+                cause = next((late[name] for name in uses if name in late), node)
+                late.update((value.name, cause) for value in node.outputs)
                 effect = node if number in self.effectful else effect
                 last.append(number)
             else:

@@ -57,7 +57,9 @@ def push_rows(x, m, K, staging, row, ld, state, S: tl.constexpr):
         r = block // across * S.rows + tl.arange(0, S.rows)
         c = block % across * S.columns + tl.arange(0, S.columns)
         mask = (r < m)[:, None] & (c < K)[None, :]
-        value = tl.load(x[0] + (r[:, None].to(tl.int64) * x[1] + c[None, :].to(tl.int64) * x[2]), mask=mask)
+        value = tl.load(
+            x[0] + (r[:, None].to(tl.int64) * x[1] + c[None, :].to(tl.int64) * x[2]), mask=mask
+        )
         at = (row + r[:, None].to(tl.int64)) * ld + c[None, :]
         for member in tl.static_range(W):
             tl.store(peer(staging, member, x[0].dtype.element_ty) + at, value, mask=mask)
@@ -101,7 +103,9 @@ def _kernel(
     if dry == 0:
         epoch, number = enter(state)
         half = (epoch & 1) * M
-        sent, total = push_rows((x, x_row, x_column), m, K, staging, half + rank * shard, ld, state, T)
+        sent, total = push_rows(
+            (x, x_row, x_column), m, K, staging, half + rank * shard, ld, state, T
+        )
         if finished(state, 0, sent, total, number):
             publish(flags, rank, epoch, T.world, T.lanes)
         mine = peer(flags, rank, tl.int32)
@@ -114,11 +118,53 @@ def _kernel(
         w0 = (b0, N0, b0_row, b0_k)
         w1 = (b1, N1, b1_row, b1_k)
         w2 = (b2, N2, b2_row, b2_k)
-        _weight(0, a, w0, w1, N0, (out0, out0_row, out0_column), K, plan, number, wait_for, epilogue, args, T)
+        _weight(
+            0,
+            a,
+            w0,
+            w1,
+            N0,
+            (out0, out0_row, out0_column),
+            K,
+            plan,
+            number,
+            wait_for,
+            epilogue,
+            args,
+            T,
+        )
         if T.weights > 1:
-            _weight(1, a, w1, w1, N1, (out1, out1_row, out1_column), K, plan, number, wait_for, epilogue, args, T)
+            _weight(
+                1,
+                a,
+                w1,
+                w1,
+                N1,
+                (out1, out1_row, out1_column),
+                K,
+                plan,
+                number,
+                wait_for,
+                epilogue,
+                args,
+                T,
+            )
         if T.weights > 2:
-            _weight(2, a, w2, w2, N2, (out2, out2_row, out2_column), K, plan, number, wait_for, epilogue, args, T)
+            _weight(
+                2,
+                a,
+                w2,
+                w2,
+                N2,
+                (out2, out2_row, out2_column),
+                K,
+                plan,
+                number,
+                wait_for,
+                epilogue,
+                args,
+                T,
+            )
         if T.meet:
             meet(mine, number, epoch, state, limit, T.world, T.lanes)
         leave(state, epoch)
@@ -150,7 +196,13 @@ class AllGatherMatmul:
         epilogue: Any,
         dtype: torch.dtype,
     ) -> None:
-        self.group, self.workspace, self.share, self.T, self.config = group, workspace, share, T, config
+        self.group, self.workspace, self.share, self.T, self.config = (
+            group,
+            workspace,
+            share,
+            T,
+            config,
+        )
         self.M, self.K = shape
         self.epilogue = epilogue
         self.dtype = dtype
@@ -182,11 +234,19 @@ class AllGatherMatmul:
         T = T.with_modes(weights=len(tiled), zipped=2 if zipped else 1, meet=some_idle)
         half = M * round_up(max(1, K), 16) * dtype.itemsize
         workspace = Workspace(ctx, group, half, group.size, f"all_gather_matmul of [{M}, {K}]")
-        share = Share.create(config, T, M, tiled, K, group.index * shard_rows(M, group.size), device)
+        share = Share.create(
+            config, T, M, tiled, K, group.index * shard_rows(M, group.size), device
+        )
         return cls(group, workspace, share, T, config, (M, K), epilogue, dtype)
 
     def __call__(
-        self, x: Tensor, weights: Sequence[Tensor], *, out: Sequence[Tensor], args: tuple[Any, ...] = (), dry: int = 0
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        *,
+        out: Sequence[Tensor],
+        args: tuple[Any, ...] = (),
+        dry: int = 0,
     ) -> None:
         """Launch on the current stream."""
         T = self.T
@@ -216,6 +276,13 @@ class AllGatherMatmul:
             self.epilogue, T, num_warps=self.config.warps, num_stages=self.config.stages,
         )  # fmt: skip
 
-    def warm(self, x: Tensor, weights: Sequence[Tensor], *, out: Sequence[Tensor], args: tuple[Any, ...] = ()) -> None:
+    def warm(
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        *,
+        out: Sequence[Tensor],
+        args: tuple[Any, ...] = (),
+    ) -> None:
         """Compile and load the kernel for these operands without running it."""
         self(x, weights, out=out, args=args, dry=1)

@@ -84,7 +84,9 @@ class Tiling:
     one_shot: bool = False  # sums: parts go to all members
 
     @classmethod
-    def of(cls, config: GemmConfig, world: int, K: int, dtype: torch.dtype, interpreted: bool) -> "Tiling":
+    def of(
+        cls, config: GemmConfig, world: int, K: int, dtype: torch.dtype, interpreted: bool
+    ) -> "Tiling":
         """The tiling for operands of ``dtype``, which are staged in rows of ``K`` elements."""
         columns = min(1024, config.copy, max(16, 1 << max(0, K - 1).bit_length()))
         tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32

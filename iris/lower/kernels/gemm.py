@@ -131,7 +131,9 @@ def _add_parts(scratch, space, parts, weight, column, T: tl.constexpr):
 
 
 @device_function
-def _emit_parts(env, scratch, space, parts, row, column, at, stride, emit, epilogue, T: tl.constexpr):
+def _emit_parts(
+    env, scratch, space, parts, row, column, at, stride, emit, epilogue, T: tl.constexpr
+):
     """Add up the parts of the columns ``at``, ``at + stride``, ... of a tile, and emit them."""
     C: tl.constexpr = T.block_n // T.pieces
     BN: tl.constexpr = T.block_n

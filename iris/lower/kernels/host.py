@@ -21,6 +21,7 @@ POINTERS, TMA_K, TMA_R = 0, 1, 2  # as in gemm.py
 # How often a waiting program looks at its flags in a second, at most: sets how long a bounded wait may take.
 _LOOKS_A_SECOND = {"cpu": 20_000, "cuda": 2_000_000}
 
+
 class GroupLike(Protocol):
     """What a stage needs of a group of ranks (`iris.runtime.groups.Group`)."""
 
@@ -52,7 +53,11 @@ def interpreted() -> bool:
 
 def processors(device: torch.device) -> int:
     """Multiprocessors that this process may use (its share, where ranks share a GPU under MPS)."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 2
+    )
 
 
 class Workspace:
@@ -127,12 +132,20 @@ def can_store_tma(outs: Sequence[Tensor], tma: bool) -> bool:
 def target(out: Tensor, T: Tiling) -> Any:
     """What the kernel stores results to."""
     if T.out_tma:
-        return TensorDescriptor(out, list(out.shape), list(out.stride()), [T.block_m, T.block_n // T.pieces])
+        return TensorDescriptor(
+            out, list(out.shape), list(out.stride()), [T.block_m, T.block_n // T.pieces]
+        )
     return out
 
 
 def part_tiling(
-    config: GemmConfig, world: int, dtype: torch.dtype, part: torch.dtype, rows: int, columns: int, device: torch.device
+    config: GemmConfig,
+    world: int,
+    dtype: torch.dtype,
+    part: torch.dtype,
+    rows: int,
+    columns: int,
+    device: torch.device,
 ) -> Tiling:
     """The tiling of a stage that sends parts of ``part`` type and sums ``rows`` x ``columns`` of them on this rank.
 
@@ -143,7 +156,9 @@ def part_tiling(
     wanted = max(1, 4 * programs // max(1, -(-columns // T.block_n)))  # runs in a column of tiles
     each = max(1, min(T.block_m, rows // wanted))
     high = min(max(1, config.copy // 2 // T.block_n), 1 << (each.bit_length() - 1))
-    return T.with_modes(dtype=TRITON_DTYPES[part], rows=high, columns=T.block_n, run=max(1, each // high))
+    return T.with_modes(
+        dtype=TRITON_DTYPES[part], rows=high, columns=T.block_n, run=max(1, each // high)
+    )
 
 
 def product_modes(T: Tiling, x: Tensor, w: Tensor, config: GemmConfig) -> Tiling:
@@ -169,13 +184,23 @@ class Share:
 
     @classmethod
     def create(
-        cls, config: GemmConfig, T: Tiling, M: int, columns: Sequence[int], K: int, first_row: int, device: torch.device
+        cls,
+        config: GemmConfig,
+        T: Tiling,
+        M: int,
+        columns: Sequence[int],
+        K: int,
+        first_row: int,
+        device: torch.device,
     ) -> "Share":
         """Share the tiles of [M, columns[i]] results; rows from ``first_row`` come first."""
         programs = config.programs or processors(device)
         rows = -(-M // T.block_m)
         orders = [
-            tile_order(rows, -(-n // T.block_n), config.group_m, first_row // T.block_m if rows else 0) for n in columns
+            tile_order(
+                rows, -(-n // T.block_n), config.group_m, first_row // T.block_m if rows else 0
+            )
+            for n in columns
         ]
         schedule = make_schedule(orders, max(1, -(-K // T.block_k)), programs, config.cut)
         heads, table = schedule.pack(device)

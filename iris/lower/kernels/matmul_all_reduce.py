@@ -63,7 +63,9 @@ def _sent_sums(env, item, T: tl.constexpr):
 
 
 @device_function
-def _collect(sums, first_flag, shard, M, N, ld, mine, epoch, state, limit, rank, out, after, T: tl.constexpr):
+def _collect(
+    sums, first_flag, shard, M, N, ld, mine, epoch, state, limit, rank, out, after, T: tl.constexpr
+):
     """Store ``after`` of all ranks' sums, by ticket, beginning with this rank's."""
     RUN: tl.constexpr = T.run * T.rows
     across = tl.cdiv(N, T.columns)
@@ -87,7 +89,14 @@ def _collect(sums, first_flag, shard, M, N, ld, mine, epoch, state, limit, rank,
             at = rows.to(tl.int64)[:, None] * ld + columns[None, :]
             total = tl.load(sums + at, mask=mask, cache_modifier=".cg").to(T.acc)
             # Rows beyond ``end`` may be the next owner's.
-            finish_sum((target, out_row, out_column, first + end, N, args), total, first + row, column, after, T)
+            finish_sum(
+                (target, out_row, out_column, first + end, N, args),
+                total,
+                first + row,
+                column,
+                after,
+                T,
+            )
             row += T.rows
         number = ticket(state, 1)
 
@@ -104,12 +113,42 @@ def _kernel(
         env = (half + rank * slot_rows, shard, M, N, ld, staging, flags, rank, epoch)
         left = (a, M, a_row, a_k, 0)
         right = (b, N, b_row, b_k)
-        run_segments(left, right, right, K, (heads, table, scratch, counts, epoch, team(state)), number, nothing, _emit, _done, env, identity, T)
+        run_segments(
+            left,
+            right,
+            right,
+            K,
+            (heads, table, scratch, counts, epoch, team(state)),
+            number,
+            nothing,
+            _emit,
+            _done,
+            env,
+            identity,
+            T,
+        )
         mine = peer(flags, rank, tl.int32)
         slots = peer(staging, rank, T.dtype) + half * ld
         sink = (out, out_row, out_column, M, N, args)
         if T.one_shot:
-            sum_rows(M, 0, slots, M, M, N, ld, mine, epoch, state, limit, finish_sum, no_news, sink, after, T)
+            sum_rows(
+                M,
+                0,
+                slots,
+                M,
+                M,
+                N,
+                ld,
+                mine,
+                epoch,
+                state,
+                limit,
+                finish_sum,
+                no_news,
+                sink,
+                after,
+                T,
+            )
         else:
             m = tl.minimum(shard, M - rank * shard)
             tiles = tl.cdiv(M, T.block_m) * tl.cdiv(N, T.block_n)
@@ -118,10 +157,40 @@ def _kernel(
             sums_row = (epoch & 1).to(tl.int64) * T.world * shard
             send = (sums_row + rank * shard, first_flag + rank * each, m, N, ld, sums, flags, epoch)
             sum_rows(
-                m, rank * shard, slots, shard, M, N, ld, mine, epoch, state, limit, _send_sum, _sent_sums, send, after, T
+                m,
+                rank * shard,
+                slots,
+                shard,
+                M,
+                N,
+                ld,
+                mine,
+                epoch,
+                state,
+                limit,
+                _send_sum,
+                _sent_sums,
+                send,
+                after,
+                T,
             )
             half_sums = peer(sums, rank, T.dtype) + sums_row * ld
-            _collect(half_sums, first_flag, shard, M, N, ld, mine, epoch, state, limit, rank, sink, after, T)
+            _collect(
+                half_sums,
+                first_flag,
+                shard,
+                M,
+                N,
+                ld,
+                mine,
+                epoch,
+                state,
+                limit,
+                rank,
+                sink,
+                after,
+                T,
+            )
         leave(state, epoch)
 
 
@@ -151,7 +220,13 @@ class MatmulAllReduce:
         after: Any,
         sums: Tensor,
     ) -> None:
-        self.group, self.workspace, self.share, self.T, self.config = group, workspace, share, T, config
+        self.group, self.workspace, self.share, self.T, self.config = (
+            group,
+            workspace,
+            share,
+            T,
+            config,
+        )
         self.M, self.N, self.K = shape
         self.after, self.sums = after, sums
 
@@ -175,7 +250,9 @@ class MatmulAllReduce:
         one_shot = M <= cls.ONE_SHOT_ROWS if one_shot is None else one_shot
         config = config or default_config(M, N, dtype, device)
         part = part_dtype or (torch.int32 if dtype == torch.int8 else dtype)
-        T = part_tiling(config, W, dtype, part, M if one_shot else shard, N, device).with_modes(one_shot=one_shot, announced=True)
+        T = part_tiling(config, W, dtype, part, M if one_shot else shard, N, device).with_modes(
+            one_shot=one_shot, announced=True
+        )
         row_bytes = round_up(N, 16) * part.itemsize
         parts = W * (M if one_shot else shard) * row_bytes
         sums = 0 if one_shot else W * shard * row_bytes
@@ -184,13 +261,22 @@ class MatmulAllReduce:
         workspace = Workspace(ctx, group, parts + sums, W * (1 + tiles_of(M, N, T)) + blocks, what)
         first_row = 0 if one_shot else (group.index + 1) % W * shard
         share = Share.create(config, T, M, [N], K, first_row if first_row < M else 0, device)
-        return cls(group, workspace, share, T, config, (M, N, K), after, workspace.staging + 2 * parts)
+        return cls(
+            group, workspace, share, T, config, (M, N, K), after, workspace.staging + 2 * parts
+        )
 
-    def __call__(self, x: Tensor, w: Tensor, *, out: Tensor, args: tuple[Any, ...] = (), dry: int = 0) -> None:
+    def __call__(
+        self, x: Tensor, w: Tensor, *, out: Tensor, args: tuple[Any, ...] = (), dry: int = 0
+    ) -> None:
         """Launch on the current stream."""
         if 0 in (self.M, self.N):
             return
-        T, work, share, group = product_modes(self.T, x, w, self.config), self.workspace, self.share, self.group
+        T, work, share, group = (
+            product_modes(self.T, x, w, self.config),
+            self.workspace,
+            self.share,
+            self.group,
+        )
         _kernel[(share.programs,)](
             dry, operand(x, T.a_mode, T.block_m, T.block_k), *x.stride(),
             operand(w.T, T.b_mode, T.block_n, T.block_k), *w.T.stride(), out, *out.stride(),

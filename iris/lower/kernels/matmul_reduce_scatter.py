@@ -64,7 +64,22 @@ def _kernel(
         slots = peer(staging, rank, T.dtype) + half * ld
         sink = (out, out_row, out_column, m, N, after_args)
         sum_rows(
-            m, rank * shard, slots, shard, M, N, ld, mine, epoch, state, limit, finish_sum, no_news, sink, after, T
+            m,
+            rank * shard,
+            slots,
+            shard,
+            M,
+            N,
+            ld,
+            mine,
+            epoch,
+            state,
+            limit,
+            finish_sum,
+            no_news,
+            sink,
+            after,
+            T,
         )
         if T.meet:
             meet(mine, number, epoch, state, limit, T.world, T.lanes)
@@ -95,7 +110,13 @@ class MatmulReduceScatter:
         shape: tuple[int, int, int],
         epilogues: tuple[Any, Any],
     ) -> None:
-        self.group, self.workspace, self.share, self.T, self.config = group, workspace, share, T, config
+        self.group, self.workspace, self.share, self.T, self.config = (
+            group,
+            workspace,
+            share,
+            T,
+            config,
+        )
         self.M, self.N, self.K = shape
         self.epilogue, self.after = epilogues
 
@@ -140,7 +161,12 @@ class MatmulReduceScatter:
         """Launch on the current stream."""
         if 0 in (self.M, self.N):
             return
-        T, work, share, group = product_modes(self.T, x, w, self.config), self.workspace, self.share, self.group
+        T, work, share, group = (
+            product_modes(self.T, x, w, self.config),
+            self.workspace,
+            self.share,
+            self.group,
+        )
         _kernel[(share.programs,)](
             dry, operand(x, T.a_mode, T.block_m, T.block_k), *x.stride(),
             operand(w.T, T.b_mode, T.block_n, T.block_k), *w.T.stride(), out, *out.stride(),
@@ -151,7 +177,13 @@ class MatmulReduceScatter:
         )  # fmt: skip
 
     def warm(
-        self, x: Tensor, w: Tensor, *, out: Tensor, args: tuple[Any, ...] = (), after_args: tuple[Any, ...] = ()
+        self,
+        x: Tensor,
+        w: Tensor,
+        *,
+        out: Tensor,
+        args: tuple[Any, ...] = (),
+        after_args: tuple[Any, ...] = (),
     ) -> None:
         """Compile and load the kernel for these operands without running it."""
         self(x, w, out=out, args=args, after_args=after_args, dry=1)

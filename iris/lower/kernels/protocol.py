@@ -26,10 +26,11 @@ STARTED = tl.constexpr(1)
 ARRIVED = tl.constexpr(2)
 FAILED = tl.constexpr(3)
 TEAM = tl.constexpr(4)
-TICKETS = tl.constexpr(5)  # TICKETS + 2 i: tickets taken of work list i; TICKETS + 2 i + 1: items of it that are done
+TICKETS = tl.constexpr(
+    5
+)  # TICKETS + 2 i: tickets taken of work list i; TICKETS + 2 i + 1: items of it that are done
 STATE_WORDS = 16
 PATIENCE = tl.constexpr(0 if INTERPRETED.value else 8)
-
 
 
 @tl.core.extern
@@ -38,7 +39,13 @@ def _compiled_together(_semantic: Any = None) -> None:
         return tl.debug_barrier(_semantic=_semantic)
     zero = _semantic.to_tensor(0)
     tl.inline_asm_elementwise(
-        "bar.sync 0; mov.u32 $0, $1;", "=r,r,~{memory}", [zero], tl.int32, is_pure=False, pack=1, _semantic=_semantic
+        "bar.sync 0; mov.u32 $0, $1;",
+        "=r,r,~{memory}",
+        [zero],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+        _semantic=_semantic,
     )
 
 
@@ -65,7 +72,9 @@ def leave(state, epoch):
     before = tl.atomic_add(state + ARRIVED, 1, sem="acq_rel", scope="gpu")
     if before == tl.num_programs(0) - 1:
         words = tl.arange(0, 16)
-        tl.store(state + words, tl.zeros((16,), tl.int32), mask=(words != EPOCH) & (words != FAILED))
+        tl.store(
+            state + words, tl.zeros((16,), tl.int32), mask=(words != EPOCH) & (words != FAILED)
+        )
         tl.store(state + EPOCH, epoch + 1)
 
 
@@ -99,9 +108,7 @@ def finished(state, work: tl.constexpr, count, total, number):
     together()
     last = (total == 0) & (number == 0)
     if count > 0:
-        before = tl.atomic_add(
-            state + (TICKETS + 2 * work + 1), count, sem="acq_rel", scope="gpu"
-        )
+        before = tl.atomic_add(state + (TICKETS + 2 * work + 1), count, sem="acq_rel", scope="gpu")
         last = before + count == total
     return last
 
@@ -155,7 +162,9 @@ def wait(words, valid, epoch, state, limit):
 
 
 @device_function
-def wait_members(flags, first, last, epoch, state, limit, W: tl.constexpr, LANES: tl.constexpr, STEP):
+def wait_members(
+    flags, first, last, epoch, state, limit, W: tl.constexpr, LANES: tl.constexpr, STEP
+):
     """Wait for flag ``flags[m * STEP]`` of the members ``first <= m <= last``."""
     members = tl.arange(0, LANES)
     valid = (members >= first) & (members <= last) & (members < W)

@@ -11,7 +11,9 @@ from iris.lower.kernels.protocol import peer, publish_to, ticket, together, wait
 
 
 @device_function
-def send_piece(value, row, column, slot, shard, M, N, ld, staging, ALL: tl.constexpr, T: tl.constexpr):
+def send_piece(
+    value, row, column, slot, shard, M, N, ld, staging, ALL: tl.constexpr, T: tl.constexpr
+):
     """Store a [block_m, C] piece of a part in slot row ``slot`` of the staging of each row's owner, or of all members."""
     BM: tl.constexpr = T.block_m
     C: tl.constexpr = T.block_n // T.pieces
@@ -74,7 +76,24 @@ def sum_parts(slots, stride, at, mask, T: tl.constexpr):
 
 
 @device_function
-def sum_rows(m, first_row, slots, slot_rows, M, N, ld, mine, epoch, state, limit, store, summed, env, after, T: tl.constexpr):
+def sum_rows(
+    m,
+    first_row,
+    slots,
+    slot_rows,
+    M,
+    N,
+    ld,
+    mine,
+    epoch,
+    state,
+    limit,
+    store,
+    summed,
+    env,
+    after,
+    T: tl.constexpr,
+):
     """Sum rows ``first_row .. first_row + m`` of the product, by ticket, as their parts arrive.
 
     Row ``first_row`` is row 0 of each member's slot; slots begin at ``slots`` and have ``slot_rows`` rows. An item is ``T.run`` blocks
@@ -117,4 +136,6 @@ def finish_sum(env, total, row, column, after, T: tl.constexpr):
     total = total.to(T.dtype).to(T.acc)
     value = after((total, total), rows, columns, m, N, args)
     at = rows[:, None].to(tl.int64) * out_row + columns[None, :].to(tl.int64) * out_column
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=(rows < m)[:, None] & (columns < N)[None, :])
+    tl.store(
+        out + at, value.to(out.dtype.element_ty), mask=(rows < m)[:, None] & (columns < N)[None, :]
+    )

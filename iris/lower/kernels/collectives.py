@@ -1,0 +1,276 @@
+"""Collectives as kernels: `make_*` of `iris.lower.collectives`, one launch each, no host in between.
+
+Each function is collective: it allocates the workspace. The stage is then called as
+``stage(x, out=result)``; it only launches. ``x`` may have any strides, ``result`` is contiguous.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from iris.errors import UnsupportedError
+from iris.lower.kernels.boxes import Piece, operand_box, pack_pieces
+from iris.lower.kernels.exchange import exchange_kernel
+from iris.lower.kernels.host import GroupLike, Workspace, processors, round_up
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NARROW = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+_LANGUAGE = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float8_e5m2: tl.float8e5,
+    torch.int64: tl.int64,
+    torch.int32: tl.int32,
+    torch.int16: tl.int16,
+    torch.int8: tl.int8,
+    torch.uint8: tl.uint8,
+}
+REDUCTIONS = ("sum", "max", "min", "avg")
+ONE_SHOT_BYTES = 256 << 10  # all_reduce of more than this goes in two steps
+_BLOCK_BYTES = 16 << 10
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What the exchange kernel is compiled for; it sees this as one constexpr, ``X``."""
+
+    world: int
+    lanes: int
+    dtype: Any
+    acc: Any
+    op: str = ""  # "": values are moved, not combined
+    two_shot: bool = False
+    meet: bool = False
+    rows: int = 1
+    columns: int = 1024
+
+
+class Exchange:
+    """A collective over a group: ``stage(x, out=result)``."""
+
+    def __init__(
+        self,
+        ctx: Any,
+        group: GroupLike,
+        what: str,
+        shape: Sequence[int],
+        pieces: Sequence[Piece],
+        dtype: torch.dtype,
+        op: str = "",
+        two_shot: bool = False,
+        largest: int | None = None,
+    ) -> None:
+        self.group, self.shape = group, tuple(shape)
+        device = ctx.heap.device
+        numel = max(math.prod(shape), largest or 0)
+        self.carrier, moves = _carrier(dtype, op, group.size)
+        itemsize = self.carrier.itemsize
+        self.programs = _programs(numel * itemsize, device)
+        self.share = round_up(-(-numel // group.size), 16)
+        if two_shot:
+            pieces = [_share(numel, self.share, member, group) for member in _from_own(group)]
+        width = max((piece.words()[2] for piece in pieces), default=1)
+        block = _block(numel, itemsize, self.programs)
+        columns = min(block, 1 << max(0, width - 1).bit_length())
+        takes_all = {p.member for p in pieces if math.prod(p.shape)} == set(range(group.size))
+        self.moves = replace(
+            moves,
+            two_shot=two_shot,
+            meet=not op and not takes_all,
+            rows=max(1, block // columns),
+            columns=columns,
+        )
+        self.pieces, self.blocks = pack_pieces(
+            pieces, self.moves.rows, self.moves.columns, device
+        )
+        self.half = round_up(max(1, numel), 256)
+        self.half_sums = round_up(self.share, 256) if two_shot else 0
+        self.workspace = Workspace(
+            ctx, group, (self.half + self.half_sums) * itemsize, 2 * group.size, what
+        )
+        self.sums = self.workspace.staging + 2 * self.half * itemsize
+
+    def __call__(self, x: Tensor, *, out: Tensor, dry: int = 0) -> None:
+        """Launch on the current stream. ``out`` is contiguous and does not overlap ``x``."""
+        first = min(self.group.index * self.share, x.numel())
+        size = min(self.share, x.numel() - first)
+        work = self.workspace
+        exchange_kernel[(self.programs,)](
+            dry, x.view(self.carrier), *operand_box(x), out.view(self.carrier), self.pieces,
+            self.blocks, first, size, work.staging, self.sums, work.flags, work.state, work.limit,
+            self.group.index, self.half, self.half_sums, self.moves,
+        )  # fmt: skip
+
+    def warm(self, x: Tensor, *, out: Tensor) -> None:
+        """Compile and load the kernel for these tensors without running it."""
+        self(x, out=out, dry=1)
+
+
+def _carrier(dtype: torch.dtype, op: str, world: int) -> tuple[torch.dtype, Moves]:
+    """The type that elements travel as, and the kernel's types: integers where nothing is computed."""
+    lanes = max(2, 1 << (world - 1).bit_length())
+    if not op or (dtype == torch.bool and op in ("max", "min")):
+        if dtype.itemsize not in _INTEGERS:
+            raise UnsupportedError(
+                f"collectives do not move elements of {dtype.itemsize} bytes ({dtype})",
+                help="send torch.view_as_real(x)",
+            )
+        carrier = torch.uint8 if op else _INTEGERS[dtype.itemsize]
+        kind = _LANGUAGE[carrier]
+        return carrier, Moves(world, lanes, kind, kind, op)
+    if op not in REDUCTIONS or dtype not in _LANGUAGE:
+        raise UnsupportedError(
+            f"no reduction {op!r} of {dtype}",
+            help=f"operations: {', '.join(REDUCTIONS)}; dtypes: {', '.join(map(str, _LANGUAGE))}",
+        )
+    acc = tl.float32 if dtype in _NARROW else _LANGUAGE[dtype]
+    return dtype, Moves(world, lanes, _LANGUAGE[dtype], acc, op)
+
+
+def _programs(nbytes: int, device: torch.device) -> int:
+    return max(1, min(processors(device), -(-nbytes // 2048)))
+
+
+def _block(numel: int, itemsize: int, programs: int) -> int:
+    """Elements that a program moves at a time: a few blocks for each program."""
+    each = max(1, numel // (4 * programs))
+    return max(256, min(_BLOCK_BYTES // itemsize, 1 << (each.bit_length() - 1)))
+
+
+def _from_own(group: GroupLike) -> list[int]:
+    return [(group.index + step) % group.size for step in range(group.size)]
+
+
+def _share(numel: int, share: int, member: int, group: GroupLike) -> Piece:
+    first = min(member * share, numel)
+    size = min(share, numel - first)
+    return Piece(member, (size,), (share,), (numel,), put=first)
+
+
+def _resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def all_gather(
+    ctx: Any,
+    group: GroupLike,
+    shape: Sequence[int],
+    sizes: Sequence[int],
+    dim: int,
+    dtype: torch.dtype,
+    what: str = "all_gather",
+) -> Exchange:
+    """Concatenate along ``dim``; ``sizes[i]`` rows come from member i (uneven and zero allowed)."""
+    shapes = [_resized(shape, dim, size) for size in sizes]
+    result = _resized(shape, dim, sum(sizes))
+    pieces = [
+        Piece(m, shapes[m], shapes[m], result, put=sum(sizes[:m]), to_dim=dim)
+        for m in _from_own(group)
+    ]
+    largest = max(map(math.prod, shapes))
+    return Exchange(ctx, group, what, shapes[group.index], pieces, dtype, largest=largest)
+
+
+def all_reduce(
+    ctx: Any,
+    group: GroupLike,
+    shape: Sequence[int],
+    op: str,
+    dtype: torch.dtype,
+    what: str = "all_reduce",
+    two_shot: bool | None = None,
+) -> Exchange:
+    """Combine elementwise over members, in rank order; the same bits on every member, whichever way.
+
+    One-shot: each rank reads all operands. Two-shot: each combines a share, and reads the others' shares.
+    """
+    numel = math.prod(shape)
+    if two_shot is None:
+        two_shot = numel * dtype.itemsize > ONE_SHOT_BYTES and group.size > 2
+    flat = (numel,)
+    pieces = [Piece(group.index, flat, flat, flat)]
+    return Exchange(ctx, group, what, shape, pieces, dtype, op, two_shot)
+
+
+def reduce_scatter(
+    ctx: Any,
+    group: GroupLike,
+    shape: Sequence[int],
+    sizes: Sequence[int],
+    dim: int,
+    op: str,
+    dtype: torch.dtype,
+    what: str = "reduce_scatter",
+) -> Exchange:
+    """Combine over members and keep rows ``sizes[index]`` of ``dim``, in member order."""
+    box = _resized(shape, dim, sizes[group.index])
+    take = sum(sizes[: group.index])
+    piece = Piece(group.index, box, tuple(shape), box, take=take, from_dim=dim)
+    return Exchange(ctx, group, what, shape, [piece], dtype, op)
+
+
+def all_to_all(
+    ctx: Any,
+    group: GroupLike,
+    shapes: Sequence[Sequence[int]],
+    split_dim: int,
+    splits: Sequence[int],
+    concat_dim: int,
+    dtype: torch.dtype,
+    what: str = "all_to_all",
+) -> Exchange:
+    """Send piece i of ``split_dim`` (``splits[i]`` rows) to member i; join what comes along ``concat_dim``.
+
+    ``shapes[i]`` is member i's operand.
+    """
+    mine = splits[group.index]
+    boxes = [_resized(shape, split_dim, mine) for shape in shapes]
+    joined = [box[concat_dim] for box in boxes]
+    result = _resized(boxes[0], concat_dim, sum(joined))
+    take = sum(splits[: group.index])
+    pieces = [
+        Piece(
+            m, boxes[m], tuple(shapes[m]), result, take, sum(joined[:m]), split_dim, concat_dim
+        )
+        for m in _from_own(group)
+    ]
+    largest = max(map(math.prod, shapes))
+    return Exchange(ctx, group, what, shapes[group.index], pieces, dtype, largest=largest)
+
+
+def broadcast(
+    ctx: Any,
+    group: GroupLike,
+    shape: Sequence[int],
+    src: int,
+    dtype: torch.dtype,
+    what: str = "broadcast",
+) -> Exchange:
+    """Every member gets the tensor of member ``src`` (its place in the group)."""
+    flat = (math.prod(shape),)
+    return Exchange(ctx, group, what, shape, [Piece(src, flat, flat, flat)], dtype)
+
+
+def ppermute(
+    ctx: Any,
+    group: GroupLike,
+    shape: Sequence[int],
+    perm: Sequence[tuple[int, int]],
+    dtype: torch.dtype,
+    what: str = "ppermute",
+) -> Exchange:
+    """Member d gets the tensor of member s for each ``(s, d)`` in ``perm``.
+
+    The result of a member that nothing is sent to is left as it is: fill it with zeros beforehand.
+    """
+    flat = (math.prod(shape),)
+    sources = [s for s, d in perm if d == group.index]
+    return Exchange(ctx, group, what, shape, [Piece(s, flat, flat, flat) for s in sources], dtype)

@@ -1,0 +1,179 @@
+"""Plain collectives: every rank publishes its operand in its staging, and each takes what it needs
+from the others'.
+
+Each byte that a rank needs crosses a link once. One kernel serves them all; what differs are the
+*pieces*, boxes of members' operands that become boxes of this rank's result, and whether members'
+values are combined. See NOTE [Epochs] and NOTE [Progress] in protocol.py.
+"""
+
+import triton
+import triton.language as tl
+
+from iris.device.target import device_function
+from iris.lower.kernels.protocol import (
+    enter,
+    finished,
+    leave,
+    meet,
+    peer,
+    publish,
+    ticket,
+    wait_members,
+)
+
+PIECE_WORDS = tl.constexpr(17)  # `Piece.words` in boxes.py
+
+
+@device_function
+def _offsets(row, n1, n2, n3, s0, s1, s2, s3):
+    """Where rows of a 5-D box begin, by the sizes of dims 1 to 3 and the strides of dims 0 to 3."""
+    at = row % n3 * s3
+    row = row // n3
+    at += row % n2 * s2
+    row = row // n2
+    return at + row // n1 * s0 + row % n1 * s1
+
+
+@device_function
+def _publish_operand(x, box, staging, state, X: tl.constexpr):
+    """Copy the operand, a 5-D box of any strides, to ``staging``, by ticket.
+
+    Returns how many blocks this program copied, and how many there are.
+    """
+    rows, width, n1, n2, n3, s0, s1, s2, s3, s4 = box
+    across = tl.cdiv(width, X.columns)
+    total = tl.cdiv(rows, X.rows) * across
+    copied = 0
+    block = ticket(state, 0)
+    while block < total:
+        r = (block // across).to(tl.int64) * X.rows + tl.arange(0, X.rows)
+        c = (block % across).to(tl.int64) * X.columns + tl.arange(0, X.columns)
+        mask = (r < rows)[:, None] & (c < width)[None, :]
+        at = _offsets(r, n1, n2, n3, s0, s1, s2, s3)[:, None] + (c * s4)[None, :]
+        value = tl.load(x + at, mask=mask)
+        tl.store(staging + (r[:, None] * width + c[None, :]), value, mask=mask)
+        copied += 1
+        block = ticket(state, 0)
+    return copied, total
+
+
+@device_function
+def _combine(a, b, OP: tl.constexpr):
+    if OP == "max":
+        result = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    elif OP == "min":
+        result = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        result = a + b
+    return result
+
+
+@device_function
+def _combined(staging, start, at, mask, X: tl.constexpr):
+    """Elements ``at`` of all members' operands, combined in rank order."""
+    W: tl.constexpr = X.world
+    source = peer(staging, 0, X.dtype) + start
+    total = tl.load(source + at, mask=mask, cache_modifier=".cg").to(X.acc)
+    for member in tl.static_range(1, W):
+        source = peer(staging, member, X.dtype) + start
+        value = tl.load(source + at, mask=mask, cache_modifier=".cg").to(X.acc)
+        total = _combine(total, value, X.op)
+    if X.op == "avg":
+        if X.acc.is_floating():
+            total = total / W
+        else:
+            total = total // W
+    return total.to(X.dtype)
+
+
+@device_function
+def _reduce_share(first, size, start, staging, sums, state, X: tl.constexpr):
+    """Combine elements ``first .. first + size`` into this rank's ``sums``, by ticket."""
+    BLOCK: tl.constexpr = X.rows * X.columns
+    total = tl.cdiv(size, BLOCK).to(tl.int32)
+    done = 0
+    block = ticket(state, 1)
+    while block < total:
+        i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        value = _combined(staging, start, first + i, i < size, X)
+        tl.store(sums + i, value, mask=i < size)
+        done += 1
+        block = ticket(state, 1)
+    return done, total
+
+
+@device_function
+def _take_pieces(
+    out, pieces, blocks, start, source, flags, epoch, state, limit, X: tl.constexpr
+):
+    """Fill ``out`` from the pieces, by ticket, each as soon as its member has published."""
+    piece = 0
+    waited = -1
+    block = ticket(state, 2)
+    while block < blocks:
+        at = pieces + piece * PIECE_WORDS
+        while block >= tl.load(at + PIECE_WORDS + 16):
+            piece += 1
+            at += PIECE_WORDS
+        member = tl.load(at).to(tl.int32)
+        if X.op == "" or X.two_shot:
+            if piece > waited:
+                wait_members(flags, member, member, epoch, state, limit, X.world, X.lanes, 1)
+                waited = piece
+        rows = tl.load(at + 1)
+        width = tl.load(at + 2)
+        n1 = tl.load(at + 3)
+        n2 = tl.load(at + 4)
+        n3 = tl.load(at + 5)
+        across = tl.cdiv(width, X.columns)
+        local = block - tl.load(at + 16)
+        r = local // across * X.rows + tl.arange(0, X.rows)
+        c = local % across * X.columns + tl.arange(0, X.columns)
+        mask = (r < rows)[:, None] & (c < width)[None, :]
+        take = _offsets(
+            r, n1, n2, n3, tl.load(at + 7), tl.load(at + 8), tl.load(at + 9), tl.load(at + 10)
+        )
+        put = _offsets(
+            r, n1, n2, n3, tl.load(at + 12), tl.load(at + 13), tl.load(at + 14), tl.load(at + 15)
+        )
+        take = tl.load(at + 6) + take[:, None] + c[None, :]
+        put = tl.load(at + 11) + put[:, None] + c[None, :]
+        if X.op == "" or X.two_shot:
+            base = peer(source, member, X.dtype) + start
+            value = tl.load(base + take, mask=mask, cache_modifier=".cg")
+        else:
+            value = _combined(source, start, take, mask, X)
+        tl.store(out + put, value, mask=mask)
+        block = ticket(state, 2)
+
+
+@triton.jit(do_not_specialize=["dry", "rank", "limit", "blocks", "first", "size"])
+def exchange_kernel(
+    dry, x, rows, width, n1, n2, n3, s0, s1, s2, s3, s4, out, pieces, blocks, first, size,
+    staging, sums, flags, state, limit, rank, half, half_sums, X: tl.constexpr,
+):  # fmt: skip
+    if dry == 0:
+        epoch, number = enter(state)
+        parity = (epoch & 1).to(tl.int64)
+        start = parity * half
+        mine = peer(flags, rank, tl.int32)
+        box = (rows, width, n1, n2, n3, s0, s1, s2, s3, s4)
+        own = peer(staging, rank, X.dtype) + start
+        copied, total = _publish_operand(x, box, own, state, X)
+        if finished(state, 0, copied, total, number):
+            publish(flags, rank, epoch, X.world, X.lanes)
+        if X.op != "":
+            wait_members(mine, 0, X.world - 1, epoch, state, limit, X.world, X.lanes, 1)
+        if X.two_shot:
+            start_sums = parity * half_sums
+            own = peer(sums, rank, X.dtype) + start_sums
+            done, total = _reduce_share(first, size, start, staging, own, state, X)
+            if finished(state, 1, done, total, number):
+                publish(flags, X.world + rank, epoch, X.world, X.lanes)
+            mine += X.world
+            _take_pieces(out, pieces, blocks, start_sums, sums, mine, epoch, state, limit, X)
+        else:
+            _take_pieces(out, pieces, blocks, start, staging, mine, epoch, state, limit, X)
+        if X.meet:
+            meet(mine, number, epoch, state, limit, X.world, X.lanes)
+        leave(state, epoch)
