@@ -3,12 +3,16 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from iris.errors import UnsupportedError
 from iris.nn.attention import KVCache
+from iris.spmd.binding import tensor_key
+from iris.spmd.decorator import spmd
+from iris.spmd.statics import SIMPLE, static_key, submodules
 
 SHORTEST = 16  # rows of the shortest prefill; longer ones are padded to powers of two, so programs see few shapes
 
@@ -42,6 +46,36 @@ class HeldCache(Cache):
         self.held.append(new, rows)
 
 
+@spmd(static_argnames=("layer",))
+def block(layer: nn.Module, weights: dict[str, Tensor], *args: Tensor | None) -> Any:
+    """``layer`` with other weights: layers of one form are traced once."""
+    return functional_call(layer, weights, args)
+
+
+def form(module: nn.Module) -> object:
+    """Equal for modules that differ in the values of their weights only."""
+    return tuple(
+        (
+            type(child),
+            tuple(child._modules),
+            static_key({k: v for k, v in vars(child).items() if type(v) in SIMPLE}),
+            tuple((name, t is not None and tensor_key(t)) for name, t in child._parameters.items()),
+            tuple(map(id, (*child._forward_hooks.values(), *child._forward_pre_hooks.values()))),
+            any(buffer is not None for buffer in child._buffers.values()) and id(child),
+        )
+        for child in submodules(module)
+    )
+
+
+def layer_forward(
+    self: Any, x: Tensor, cos: Tensor, sin: Tensor, past: Tensor | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """One layer of the decoder: its output, and its new keys and values. See :meth:`ParallelAttention.forward`."""
+    attended, new = self.self_attn(self.input_layernorm(x), cos, sin, past, mask)
+    x = x + attended
+    return x + self.mlp(self.post_attention_layernorm(x)), new
+
+
 def decode(
     model: Any,
     ids: Tensor,
@@ -61,12 +95,12 @@ def decode(
     The rest: see :meth:`ParallelAttention.forward`.
     """
     decoder, held = model.model, []
+    alike: dict[object, nn.Module] = {}
     x = decoder.embed_tokens(ids)
     for index, layer in enumerate(decoder.layers):
         before = past[0][index] if past else None
-        attended, new = layer.self_attn(layer.input_layernorm(x), cos, sin, before, mask)
-        x = x + attended
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        weights = dict(layer.named_parameters())
+        x, new = block(alike.setdefault(form(layer), layer), weights, x, cos, sin, before, mask)
         held.append(new)
     return model.lm_head(decoder.norm(x.index_select(1, keep))), torch.stack(held)
 

@@ -54,6 +54,8 @@ def parallelize(
 
     with torch.no_grad():
         _Cutter(model, axis, mesh, weights).run()
+    for layer in model.model.layers:
+        layer.forward = MethodType(decoder.layer_forward, layer)
     past = P(None, None, None, axis)
     specs = {name: P() for name in ("ids", "cos", "sin", "mask", "keep")} | {"past": past}
     name = type(model).__name__

@@ -35,12 +35,18 @@ def choose(graph: Graph, lowering: str) -> Mapping[str, Choice]:
     }
 
 
+def _collective(lowering: str) -> Choice:
+    if lowering == "triton":
+        return Choice("kernel", "one launch over the shared heap")
+    return Choice("torch", "torch ops over the shared heap")
+
+
 def _choose(node: Node, types: Mapping[str, TensorType], lowering: str) -> Choice:
     if not node.body:
-        return Choice("torch", "over the shared heap")
+        return _collective(lowering)
     if lowering == "torch":
         return Choice("torch", "lowering is torch: ops one after the other, over the shared heap")
     found = match(node, types)
     if isinstance(found, str):
-        return Choice("torch", f"no kernel: {found}")
+        return Choice("unfused", f"no kernel: {found}")
     return Choice("fused", "one kernel computes and communicates", match=found)

@@ -17,7 +17,7 @@ from iris.graph.nodes import Arg, Graph, Node, Ref, Token, walk
 from iris.graph.types import TensorType
 from iris.lower.choices import Choice
 from iris.lower.dtypes import TORCH_DTYPES
-from iris.lower.sites import MAKERS, Place, Site
+from iris.lower.sites import MAKERS, KernelCollective, Place, Site
 from iris.lower.stages import Match
 from iris.runtime.groups import Group
 
@@ -50,9 +50,9 @@ class _Step:
     loc: str
 
 
-def build(graph: Graph, choices: Mapping[str, Choice], place: Place) -> Executable:
+def build(graph: Graph, choices: Mapping[str, Choice], place: Place, lowering: str) -> Executable:
     """Compile ``graph`` for one rank. Collective: all ranks of the mesh build the same graph."""
-    return _Writer(graph, choices, place).build()
+    return _Writer(graph, choices, place, lowering).build()
 
 
 @dataclass
@@ -60,6 +60,7 @@ class _Writer:
     graph: Graph
     choices: Mapping[str, Choice]
     place: Place
+    lowering: str
     space: dict[str, Any] = field(default_factory=dict)
     groups: dict[Group, None] = field(default_factory=dict)
     fused: list[Any] = field(default_factory=list)
@@ -143,11 +144,13 @@ class _Writer:
 
     def _call(self, node: Node) -> str:
         if node.op in MAKERS:
-            site = Site(self.graph, self.place, node, self.sites)
+            site = Site(self.graph, self.place, node, self.sites, self.lowering == "triton")
             self.sites += 1
             name = f"{node.op}_{node.out.name}"
-            self.space[name] = MAKERS[node.op](site)
-            if site.group.size > 1:
+            collective = self.space[name] = MAKERS[node.op](site)
+            if isinstance(collective, KernelCollective):
+                self.fused.append(collective)
+            elif site.group.size > 1:
                 self.groups[site.group] = None
             return f"{name}({', '.join(self._text(arg) for arg in node.args)})"
         if node.op == "axis_index":

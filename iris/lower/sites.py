@@ -4,6 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from iris.errors import UnsupportedError
 from iris.graph.nodes import Graph, Node, refs
 from iris.graph.ops.rules import axes_of, shard_sizes
 from iris.graph.types import TensorType
@@ -35,6 +39,7 @@ class Site:
     place: Place
     node: Node
     number_in_program: int  # the same on all ranks; value names are not where shards are uneven
+    as_kernel: bool = False
 
     @property
     def group(self) -> Group:
@@ -79,24 +84,50 @@ class Site:
         return self.shards(self.node.out.type.local_shape(self.graph.mesh, self.place.coord)[dim])
 
 
+class KernelCollective:
+    """A collective as one kernel launch; with ``dry`` set the kernel is loaded and does nothing."""
+
+    def __init__(self, stage: Any, shape: Sequence[int], dtype: Any, device: torch.device) -> None:
+        self.stage, self.shape, self.dtype, self.device = stage, shape, dtype, device
+        self.dry = 0
+        self.workspace: int = stage.workspace.block.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        self.stage(x, out=out, dry=self.dry)
+        return out
+
+
+def _make(site: Site, name: str, *args: Any) -> Collective:
+    """The collective ``name``: a kernel where the lowering is one and has it, else torch ops."""
+    if site.as_kernel and site.group.size > 1:
+        from iris.lower.kernels import collectives as kernels  # brings in triton
+
+        try:
+            stage = getattr(kernels, name)(site.place.ctx, site.group, *args, site.what)
+        except UnsupportedError:  # the same on all ranks: it depends on dtype and op alone
+            pass
+        else:
+            shape = site.node.out.type.local_shape(site.graph.mesh, site.place.coord)
+            return KernelCollective(stage, shape, site.dtype, site.place.ctx.device)
+    made: Collective = getattr(collectives, f"make_{name}")(site.group, *args, site.what)
+    return made
+
+
 def _all_gather(site: Site) -> Collective:
     dim = site.number("dim")
-    return collectives.make_all_gather(
-        site.group, site.shape, site.held(dim), dim, site.dtype, site.what
-    )
+    return _make(site, "all_gather", site.shape, site.held(dim), dim, site.dtype)
 
 
 def _reduce_scatter(site: Site) -> Collective:
     dim, op = site.number("dim"), str(site.node.kwargs.get("op", "sum"))
     sizes = site.shards(site.shape[dim])
-    return collectives.make_reduce_scatter(
-        site.group, site.shape, sizes, dim, op, site.dtype, site.what
-    )
+    return _make(site, "reduce_scatter", site.shape, sizes, dim, op, site.dtype)
 
 
 def _all_reduce(site: Site) -> Collective:
     op = str(site.node.kwargs.get("op", "sum"))
-    return collectives.make_all_reduce(site.group, site.shape, op, site.dtype, site.what)
+    return _make(site, "all_reduce", site.shape, op, site.dtype)
 
 
 def _all_to_all(site: Site) -> Collective:
@@ -106,20 +137,15 @@ def _all_to_all(site: Site) -> Collective:
         for shape, size in zip(shapes, site.held(concat), strict=True):
             shape[concat] = size
     splits = site.shards(site.shape[split])
-    return collectives.make_all_to_all(
-        site.group, shapes, split, splits, concat, site.dtype, site.what
-    )
+    return _make(site, "all_to_all", shapes, split, splits, concat, site.dtype)
 
 
 def _broadcast(site: Site) -> Collective:
-    return collectives.make_broadcast(
-        site.group, site.shape, site.number("src"), site.dtype, site.what
-    )
+    return _make(site, "broadcast", site.shape, site.number("src"), site.dtype)
 
 
 def _ppermute(site: Site) -> Collective:
-    perm: Any = site.node.kwargs["perm"]
-    return collectives.make_ppermute(site.group, site.shape, perm, site.dtype, site.what)
+    return _make(site, "ppermute", site.shape, site.node.kwargs["perm"], site.dtype)
 
 
 MAKERS: Mapping[str, Callable[[Site], Collective]] = {

@@ -88,6 +88,7 @@ class Session(RankPool):
         Raises the error itself where all ranks raise the same ``IrisError``; ``LaunchError`` with
         every failing rank's frames for any other; ``KeyboardInterrupt`` after Ctrl-C.
         """
+        __tracebackhide__ = True  # a notebook shows the user's frames only
         message = dumps((dumps((fn, args, {})), ()))
         self._stop_by = None
         try:

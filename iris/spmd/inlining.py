@@ -6,7 +6,8 @@ be repeated like that (it writes to its arguments, or returns tensors from outsi
 inside the outer trace.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from iris.graph.types import TensorType
 from iris.spmd.binding import Binder, Bound
 from iris.spmd.context import TraceContext
 from iris.spmd.tracing import Traced, is_traced, trace
@@ -30,6 +32,24 @@ class InlineCall:
 
     number: int
     traced: Traced
+
+
+class _NeedsTypesError(Exception):
+    """The size of a gather depends on how the operands of the call are split, which is known only where it is inlined."""
+
+
+@contextmanager
+def _no_types(context: TraceContext) -> Iterator[None]:
+    """Types of traced tensors are not to be had: those of the arguments differ from call to call."""
+
+    def refuse(_: Tensor) -> TensorType:
+        raise _NeedsTypesError
+
+    before, context.type_of = context.type_of, refuse
+    try:
+        yield
+    finally:
+        context.type_of = before
 
 
 def _results(inputs: Sequence[Tensor], number: int) -> list[Tensor]:
@@ -56,8 +76,8 @@ def call_inline(
 ) -> Any:
     """Call ``fn`` inside the trace of ``context``."""
     args, kwargs = binder.rebuild(bound.values, bound.tensors)
-    apart = bound.tensors and all(is_traced(tensor) for tensor in bound.tensors)
-    if context.uneven or not apart:
+    apart = [is_traced(t) or isinstance(t, torch.nn.Parameter) for t in bound.tensors]
+    if not apart or not all(apart):
         return fn(*args, **kwargs)
     if key not in context.signatures:
         context.signatures[key] = _trace(fn, binder, bound, context)
@@ -85,14 +105,17 @@ def _trace(
     def rebuild(inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return binder.rebuild(bound.values, inputs)
 
-    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+    with temporarily_clear_interpreter_stack(), _disable_current_modes(), _no_types(context):
         tensors = [
             torch.empty_strided(shape, stride, dtype=dtype, device="meta").to(device="meta")
             for shape, stride, dtype, _ in metadata
         ]
-        traced = trace(
-            fn, rebuild, tensors, context, (), devices=[device for *_, device in metadata]
-        )
+        try:
+            traced = trace(
+                fn, rebuild, tensors, context, (), devices=[device for *_, device in metadata]
+            )
+        except _NeedsTypesError:
+            return None
     writes = any(
         node.op == "call_function" and node.target is torch.ops.aten.copy_.default
         for node in traced.module.graph.nodes

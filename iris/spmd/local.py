@@ -25,7 +25,7 @@ from iris.runtime.transport import dumps
 from iris.spmd import local_rank
 from iris.spmd.binding import Bound, alias_key, overlaps
 from iris.spmd.control import Controller
-from iris.spmd.decorator import SpmdFunction, _instance_key
+from iris.spmd.decorator import CACHED_PROGRAMS, SpmdFunction, _instance_key
 from iris.spmd.guards import key_of
 from iris.spmd.local_rank import Binding, Definition, Difference, Hole, Meta, Request, Returned
 from iris.spmd.mesh import AbstractMesh, ProgramMesh
@@ -163,6 +163,7 @@ class LocalMesh(Controller):
         self, function: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Split the arguments, run on the ranks, and put the results together."""
+        __tracebackhide__ = True
         with self._lock:
             entry, signature, bound = self._prepare(function, instance, args, kwargs)
             inputs = [self._arena.share(tensor.detach()) for tensor in bound.tensors]
@@ -187,6 +188,7 @@ class LocalMesh(Controller):
         self, function: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Traced:
         """Trace on the ranks; the program is the one that a call would run."""
+        __tracebackhide__ = True
         with self._lock:
             entry, signature, bound = self._prepare(function, instance, args, kwargs)
             inputs = [self._arena.share(tensor.detach()) for tensor in bound.tensors]
@@ -199,6 +201,7 @@ class LocalMesh(Controller):
         return Traced(program, Signature(binder, bound.key, _refuse))
 
     def _call(self, name: str, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        __tracebackhide__ = True  # a notebook shows the user's frames only
         self._check_open()
         return self._session.call(name, fn, *args)
 
@@ -232,6 +235,9 @@ class LocalMesh(Controller):
         bound = binder.bind(args, kwargs)
         _check_grad(function._options.name, bound, instance)
         entry = self._entry(function, instance)
+        if len(entry.signatures) > CACHED_PROGRAMS:
+            self._drop((id(function), id(instance)))
+            entry = self._entry(function, instance)
         signature = entry.signatures.get(bound.key)
         if signature is None:
             binding = self._binding(function, instance, bound)
@@ -304,7 +310,7 @@ class LocalMesh(Controller):
         definition = binding = None
         if not entry.sent:
             parts = function._fn, function._options, function._static, instance
-            definition = dumps(Definition(*parts))
+            definition = dumps(Definition(signature.binding.mesh, *parts))
         if not signature.sent:
             binding = dumps(signature.binding)
         forget, self._forget = tuple(self._forget), []

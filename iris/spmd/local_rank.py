@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from iris.errors import PeerError
+from iris.errors import IrisError, PeerError
 from iris.graph.types import Mesh, TensorType, chunk_sizes
 from iris.runtime import context
 from iris.runtime.segments import Address
@@ -63,6 +63,7 @@ class Hole:
 class Definition:
     """A decorated function, by value."""
 
+    mesh: Mesh
     fn: Callable[..., Any]
     options: Options
     static: tuple[str, ...]
@@ -132,6 +133,10 @@ class _Signature:
     """A signature as this rank keeps it."""
 
     binding: Binding
+    function: (
+        SpmdFunction  # its own: ranks whose shards of two signatures are alike must not differ
+    )
+    instance: Any
     holes: list[tuple[int, int]]  # place among the leaves, tensor number
     leaves: list[Any]
     tree: pytree.TreeSpec
@@ -150,7 +155,7 @@ class _Host:
     memory: SharedMemory | None = None
     mesh: DeviceMesh | None = None
     shape: tuple[int, ...] = ()
-    functions: dict[int, tuple[SpmdFunction, Any]] = field(default_factory=dict)
+    definitions: dict[int, Definition] = field(default_factory=dict)
     signatures: dict[tuple[int, int], _Signature] = field(default_factory=dict)
 
     def coordinate(self, mesh: Mesh) -> dict[str, int]:
@@ -202,7 +207,9 @@ def _failure(error: BaseException) -> Failure:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
     notes = "\n".join(getattr(error, "__notes__", ()))
-    text = "".join(traceback.format_list(own or frames)) + notes
+    if not own and not isinstance(error, IrisError):
+        own = list(frames)
+    text = "".join(traceback.format_list(own)) + notes
     return Failure(headline, text, isinstance(error, PeerError), True, _pickled(error))
 
 
@@ -299,27 +306,27 @@ def _signature(request: Request) -> _Signature:
     host = _host()
     _apply(request.settings)
     for number in request.forget:
-        host.functions.pop(number, None)
+        host.definitions.pop(number, None)
         for key in [key for key in host.signatures if key[0] == number]:
             del host.signatures[key]
+    if request.definition is not None:
+        host.definitions[request.program] = definition = pickle.loads(request.definition)
+        place = host.coordinate(definition.mesh)
+        _split_module(definition.instance, definition.mesh, place)
     if request.binding is not None:
         binding: Binding = pickle.loads(request.binding)
-        host.signatures[request.program, request.signature] = _keep(binding, host)
-    if request.definition is not None:
-        new: Definition = pickle.loads(request.definition)
-        mesh = host.signatures[request.program, request.signature].binding.mesh
-        _split_module(new.instance, mesh, host.coordinate(mesh))
-        function = SpmdFunction(new.fn, new.options, new.static)
-        host.functions[request.program] = function, new.instance
+        signature = _keep(binding, host.definitions[request.program], host)
+        host.signatures[request.program, request.signature] = signature
     return host.signatures[request.program, request.signature]
 
 
-def _keep(binding: Binding, host: _Host) -> _Signature:
+def _keep(binding: Binding, definition: Definition, host: _Host) -> _Signature:
     leaves, tree = pytree.tree_flatten((binding.args, binding.kwargs))
     holes = [(place, leaf.index) for place, leaf in enumerate(leaves) if isinstance(leaf, Hole)]
     place = host.coordinate(binding.mesh)
     cuts = [cut(type_, binding.mesh, place) for type_ in binding.types]
-    return _Signature(binding, holes, leaves, tree, cuts)
+    function = SpmdFunction(definition.fn, definition.options, definition.static)
+    return _Signature(binding, function, definition.instance, holes, leaves, tree, cuts)
 
 
 def _split_module(instance: Any, mesh: Mesh, place: dict[str, int]) -> None:
@@ -346,8 +353,7 @@ def _bind(request: Request, signature: _Signature) -> tuple[Program, list[Tensor
     for place, index in signature.holes:
         signature.leaves[place] = shards[index]
     args, kwargs = pytree.tree_unflatten(signature.leaves, signature.tree)
-    function, instance = host.functions[request.program]
-    bound, program = function._find(instance, args, kwargs)
+    bound, program = signature.function._find(signature.instance, args, kwargs)
     return program, bound.tensors
 
 

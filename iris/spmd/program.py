@@ -62,6 +62,7 @@ class Program:
     leaves: tuple[Leaf, ...]
     bases: tuple[tuple[int, ...], ...] = ()  # leaves that share memory, where the program writes
     choices: Mapping[str, Choice] = field(default_factory=dict)
+    lowering: str = "torch"
     dump: Dump | None = None
     executable: Executable | None = None
     runner: Runner | None = None
@@ -325,7 +326,8 @@ class Compiler:
         self._check_results(traced, graph)
         dump = Dump(self.name)
         fused = dump.passes(graph) if self.options.fuse else graph
-        choices = choose(fused, self._lowering(mesh))
+        lowering = self._lowering(mesh)
+        choices = choose(fused, lowering)
         dump.kernels(choices)
         captured = tuple(importer.captured)
         return Program(
@@ -339,6 +341,7 @@ class Compiler:
             tuple(leaves),
             bases,
             choices,
+            lowering,
             dump,
         )
 
@@ -408,7 +411,7 @@ def prepare(program: Program) -> None:
     if program.executable is None:
         ctx, mesh = current(), program.mesh
         place = Place(dict(mesh.coord), ctx, lambda axes: ctx.group(mesh.members(axes)))
-        program.executable = build(program.fused, program.choices, place)
+        program.executable = build(program.fused, program.choices, place, program.lowering)
         if program.dump is not None:
             program.dump.write("plan", program.executable.text)
         options = program.options

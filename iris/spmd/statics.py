@@ -50,7 +50,7 @@ def static_key(value: Any, depth: int = 0) -> object:
     if isinstance(value, Set):
         return (kind, frozenset(static_key(item, depth + 1) for item in value))
     if isinstance(value, torch.nn.Module):
-        return module_key(value, depth)
+        return module_key(value)
     return _object_key(value, depth)
 
 
@@ -72,20 +72,34 @@ def _object_key(value: Any, depth: int) -> object:
     raise _refusal(value, "cannot be compared by value")
 
 
-def module_key(module: torch.nn.Module, depth: int = 0) -> object:
+def module_key(module: torch.nn.Module) -> object:
     """What a forward pass reads of a torch module: classes, mode, plain attributes, and which
     tensors it holds.
     """
-    skipped = ("_parameters", "_buffers", "_modules")
     parts: list[object] = []
-    for child in module.modules():
-        plain = {k: v for k, v in vars(child).items() if k not in skipped and type(v) in SIMPLE}
-        parts.append((type(child), tuple(child._modules), static_key(plain, depth + 1)))
+    for child in submodules(module):
+        parts.append(type(child))
+        parts += child._modules
+        for name, value in vars(child).items():
+            kind = type(value)
+            if kind in SIMPLE:  # spelled out: this runs at every call
+                parts += (name, kind, static_key(value) if kind is float else value)
         for table in (child._parameters, child._buffers):
-            parts.extend(
-                (name, None if t is None else tensor_identity(t)) for name, t in table.items()
-            )
+            for name, tensor in table.items():
+                parts += (name, None if tensor is None else tensor_identity(tensor))
     return (Same(module), tuple(parts))
+
+
+def submodules(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """``module`` and all below it, each once."""
+    found = [module]
+    seen = {id(module)}
+    for parent in found:
+        for child in parent._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+    return found
 
 
 def tensor_identity(tensor: torch.Tensor) -> object:

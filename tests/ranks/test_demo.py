@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import iris
 from iris.demo import __main__ as demo, block
 from iris.demo.model import SmolLM2
 
@@ -54,6 +55,17 @@ def test_a_wrong_result_is_noticed(
     assert demo.main(["--ranks", "1", "--tokens", "2", "--device", "cpu"]) == 1
     assert "differs with one rank" not in (shown := capsys.readouterr().out)
     assert "differs from one rank" in shown
+
+
+def test_what_is_not_installed_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> SmolLM2:
+        raise iris.UnsupportedError("no weights", help="install them")
+
+    monkeypatch.setattr(SmolLM2, "open", missing)
+    assert demo.main([]) == 1
+    assert "UnsupportedError: no weights\nhelp: install them\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

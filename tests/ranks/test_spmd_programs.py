@@ -65,12 +65,12 @@ def test_mlp_of_any_dtype(ranks, dtype):
     ranks(2).run(_mlp, 6, 4, 4, dtype, (0, 1, 2))
 
 
-def _collectives(fn, shapes, dtype, rounds=3):
+def _collectives(fn, shapes, dtype, rounds=3, lowering="torch"):
     """Run ``fn(x)`` decorated and eagerly on data that differs by rank, row and column; return
     both by rank.
     """
     ctx = iris.iris(1 << 22)
-    program = iris.spmd(fn)
+    program = iris.spmd(lowering=lowering)(fn)
     results = []
     for seed in range(rounds):
         x = small_integers(shapes[ctx.cur_rank], ctx.cur_rank, seed, dtype)
@@ -436,3 +436,48 @@ def test_functional_collectives_of_torch(ranks):
     for ops, text in ranks(2).run(_functional_collectives):
         assert ops == ["all_gather_matmul", "matmul_reduce_scatter"]
         assert "works in place and cannot be traced" in text
+
+
+@pytest.mark.parametrize(
+    "fn", [_columns, _transposed_scatter, _transposed_reduce, _exchange, _rotate]
+)
+def test_collectives_as_kernels(ranks, fn):
+    ranks(3).run(_collectives, fn, [(5, 4)] * 3, torch.bfloat16, 3, "triton")
+
+
+def _layers(lowering, m, k, f):
+    ctx = iris.iris(1 << 24)
+    rank, world = ctx.cur_rank, ctx.num_ranks
+
+    @iris.spmd(
+        in_specs=(P("tp"), P(None, "tp"), P(None, "tp"), P("tp"), P(), P("tp")),
+        out_specs=(P("tp"), P()),
+        lowering=lowering,
+    )
+    def swiglu(x, gate, up, down, bias, residual):
+        g = iris.all_gather(x, "tp", dim=0)
+        h = F.silu(g @ gate) * (g @ up)
+        y = iris.reduce_scatter(h @ down, "tp", dim=0) + residual
+        return y, F.relu(iris.all_reduce(h @ down, "tp") + bias)
+
+    down = small_integers((f, k), 3)
+    w = [small_integers((k, f), 1), small_integers((k, f), 2)]
+    mine = [shard(w[0], 1, rank, world), shard(w[1], 1, rank, world), shard(down, 0, rank, world)]
+    bias = small_integers((k,), 9)
+    for seed in range(3):
+        x = small_integers((m, k), seed)
+        if seed == 2:
+            delay(0)
+        y, z = swiglu(shard(x, 0, rank, world), *mine, bias, shard(x, 0, rank, world))
+        total = (F.silu(x @ w[0]) * (x @ w[1])) @ down
+        assert_close(y, shard(total + x, 0, rank, world))
+        assert_close(z, F.relu(total + bias))
+    staged = swiglu.trace(shard(x, 0, rank, world), *mine, bias, shard(x, 0, rank, world))
+    return [choice.algorithm for choice in staged.program.choices.values()]
+
+
+@pytest.mark.parametrize(("world", "m", "k", "f"), [(2, 20, 24, 40), (3, 7, 5, 10), (4, 3, 2, 1)])
+def test_fused_kernels_of_any_shape(ranks, world, m, k, f):
+    for algorithms in ranks(world).run(_layers, "triton", m, k, f):
+        assert set(algorithms) <= {"fused", "kernel", "unfused"}
+        assert "fused" in algorithms

@@ -230,7 +230,8 @@ class AllGatherMatmul:
         config = config or default_config(M, max(columns), dtype, device)
         T = Tiling.of(config, group.size, K, dtype, interpreted())
         tiled = columns[:1] if zipped else columns
-        some_idle = rows_of(M, group.size, group.size - 1) == 0
+        # Nothing to compute here, or nothing to send there: then no tile waits for every member.
+        some_idle = 0 in tiled or rows_of(M, group.size, group.size - 1) == 0
         T = T.with_modes(weights=len(tiled), zipped=2 if zipped else 1, meet=some_idle)
         half = M * round_up(max(1, K), 16) * dtype.itemsize
         workspace = Workspace(ctx, group, half, group.size, f"all_gather_matmul of [{M}, {K}]")
@@ -250,7 +251,7 @@ class AllGatherMatmul:
     ) -> None:
         """Launch on the current stream."""
         T = self.T
-        if all(result.numel() == 0 for result in out):
+        if self.M == 0:
             return
         a_mode = TMA_K if self.config.tma and self.gathered.is_cuda and self.K > 0 else 0
         columns = [w.T for w in weights]

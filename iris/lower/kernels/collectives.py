@@ -51,6 +51,7 @@ class Moves:
     meet: bool = False
     rows: int = 1
     columns: int = 1024
+    vector: int = 1  # elements that every access begins at a multiple of
 
 
 class Exchange:
@@ -88,9 +89,9 @@ class Exchange:
             rows=max(1, block // columns),
             columns=columns,
         )
-        self.pieces, self.blocks = pack_pieces(
-            pieces, self.moves.rows, self.moves.columns, device
-        )
+        self.pieces, self.blocks = pack_pieces(pieces, self.moves.rows, self.moves.columns, device)
+        words = [word for p in pieces for word in (*p.words()[2:3], *p.words()[6:])]
+        self.vector = math.gcd(16 // itemsize, *words)
         self.half = round_up(max(1, numel), 256)
         self.half_sums = round_up(self.share, 256) if two_shot else 0
         self.workspace = Workspace(
@@ -100,13 +101,17 @@ class Exchange:
 
     def __call__(self, x: Tensor, *, out: Tensor, dry: int = 0) -> None:
         """Launch on the current stream. ``out`` is contiguous and does not overlap ``x``."""
-        first = min(self.group.index * self.share, x.numel())
-        size = min(self.share, x.numel() - first)
-        work = self.workspace
+        work, box = self.workspace, operand_box(x)
+        places = (x.data_ptr(), out.data_ptr())
+        vector = math.gcd(
+            self.vector, box[1], *box[5:9], *(at // x.itemsize for at in places)
+        )
+        if any(at % x.itemsize for at in places) or box[9] != 1:
+            vector = 1
         exchange_kernel[(self.programs,)](
-            dry, x.view(self.carrier), *operand_box(x), out.view(self.carrier), self.pieces,
-            self.blocks, first, size, work.staging, self.sums, work.flags, work.state, work.limit,
-            self.group.index, self.half, self.half_sums, self.moves,
+            dry, x.view(self.carrier), *box, out.view(self.carrier), self.pieces,
+            self.blocks, x.numel(), self.share, work.staging, self.sums, work.flags, work.state, work.limit,
+            self.group.index, self.half, self.half_sums, replace(self.moves, vector=vector),
         )  # fmt: skip
 
     def warm(self, x: Tensor, *, out: Tensor) -> None:
@@ -237,9 +242,7 @@ def all_to_all(
     result = _resized(boxes[0], concat_dim, sum(joined))
     take = sum(splits[: group.index])
     pieces = [
-        Piece(
-            m, boxes[m], tuple(shapes[m]), result, take, sum(joined[:m]), split_dim, concat_dim
-        )
+        Piece(m, boxes[m], tuple(shapes[m]), result, take, sum(joined[:m]), split_dim, concat_dim)
         for m in _from_own(group)
     ]
     largest = max(map(math.prod, shapes))

@@ -40,6 +40,7 @@ def _publish_operand(x, box, staging, state, X: tl.constexpr):
 
     Returns how many blocks this program copied, and how many there are.
     """
+    V: tl.constexpr = X.vector
     rows, width, n1, n2, n3, s0, s1, s2, s3, s4 = box
     across = tl.cdiv(width, X.columns)
     total = tl.cdiv(rows, X.rows) * across
@@ -49,19 +50,20 @@ def _publish_operand(x, box, staging, state, X: tl.constexpr):
         r = (block // across).to(tl.int64) * X.rows + tl.arange(0, X.rows)
         c = (block % across).to(tl.int64) * X.columns + tl.arange(0, X.columns)
         mask = (r < rows)[:, None] & (c < width)[None, :]
-        at = _offsets(r, n1, n2, n3, s0, s1, s2, s3)[:, None] + (c * s4)[None, :]
-        value = tl.load(x + at, mask=mask)
-        tl.store(staging + (r[:, None] * width + c[None, :]), value, mask=mask)
+        at = tl.multiple_of(_offsets(r, n1, n2, n3, s0, s1, s2, s3), V)
+        value = tl.load(x + (at[:, None] + (c * s4)[None, :]), mask=mask)
+        put = tl.multiple_of(r * width, V)
+        tl.store(staging + (put[:, None] + c[None, :]), value, mask=mask)
         copied += 1
         block = ticket(state, 0)
     return copied, total
 
 
 @device_function
-def _combine(a, b, OP: tl.constexpr):
-    if OP == "max":
+def _combine(a, b, X: tl.constexpr):
+    if X.op == "max":
         result = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-    elif OP == "min":
+    elif X.op == "min":
         result = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
     else:
         result = a + b
@@ -77,7 +79,7 @@ def _combined(staging, start, at, mask, X: tl.constexpr):
     for member in tl.static_range(1, W):
         source = peer(staging, member, X.dtype) + start
         value = tl.load(source + at, mask=mask, cache_modifier=".cg").to(X.acc)
-        total = _combine(total, value, X.op)
+        total = _combine(total, value, X)
     if X.op == "avg":
         if X.acc.is_floating():
             total = total / W
@@ -103,10 +105,9 @@ def _reduce_share(first, size, start, staging, sums, state, X: tl.constexpr):
 
 
 @device_function
-def _take_pieces(
-    out, pieces, blocks, start, source, flags, epoch, state, limit, X: tl.constexpr
-):
+def _take_pieces(out, pieces, blocks, start, source, flags, epoch, state, limit, X: tl.constexpr):
     """Fill ``out`` from the pieces, by ticket, each as soon as its member has published."""
+    V: tl.constexpr = X.vector
     piece = 0
     waited = -1
     block = ticket(state, 2)
@@ -121,7 +122,7 @@ def _take_pieces(
                 wait_members(flags, member, member, epoch, state, limit, X.world, X.lanes, 1)
                 waited = piece
         rows = tl.load(at + 1)
-        width = tl.load(at + 2)
+        width = tl.multiple_of(tl.load(at + 2), V)
         n1 = tl.load(at + 3)
         n2 = tl.load(at + 4)
         n3 = tl.load(at + 5)
@@ -136,8 +137,8 @@ def _take_pieces(
         put = _offsets(
             r, n1, n2, n3, tl.load(at + 12), tl.load(at + 13), tl.load(at + 14), tl.load(at + 15)
         )
-        take = tl.load(at + 6) + take[:, None] + c[None, :]
-        put = tl.load(at + 11) + put[:, None] + c[None, :]
+        take = tl.multiple_of(tl.load(at + 6) + take, V)[:, None] + c[None, :]
+        put = tl.multiple_of(tl.load(at + 11) + put, V)[:, None] + c[None, :]
         if X.op == "" or X.two_shot:
             base = peer(source, member, X.dtype) + start
             value = tl.load(base + take, mask=mask, cache_modifier=".cg")
@@ -147,9 +148,9 @@ def _take_pieces(
         block = ticket(state, 2)
 
 
-@triton.jit(do_not_specialize=["dry", "rank", "limit", "blocks", "first", "size"])
+@triton.jit(do_not_specialize=["dry", "rank", "limit", "blocks"])
 def exchange_kernel(
-    dry, x, rows, width, n1, n2, n3, s0, s1, s2, s3, s4, out, pieces, blocks, first, size,
+    dry, x, rows, width, n1, n2, n3, s0, s1, s2, s3, s4, out, pieces, blocks, numel, share,
     staging, sums, flags, state, limit, rank, half, half_sums, X: tl.constexpr,
 ):  # fmt: skip
     if dry == 0:
@@ -166,6 +167,8 @@ def exchange_kernel(
             wait_members(mine, 0, X.world - 1, epoch, state, limit, X.world, X.lanes, 1)
         if X.two_shot:
             start_sums = parity * half_sums
+            first = tl.minimum(rank.to(tl.int64) * share, numel)
+            size = tl.minimum(numel - first, share)
             own = peer(sums, rank, X.dtype) + start_sums
             done, total = _reduce_share(first, size, start, staging, own, state, X)
             if finished(state, 1, done, total, number):
