@@ -41,6 +41,7 @@ def executed(script: Path) -> NotebookNode:
         resources={"metadata": {"path": str(FOLDER)}},
         record_timing=False,
         kernel_name="python3",
+        coalesce_streams=True,
         extra_arguments=["--log-level=ERROR"],
     )
     client.execute()

@@ -77,11 +77,11 @@ class SmolLM2:
         """Return the metadata value ``name`` of the file."""
         return self._reader.fields[name].contents()
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of tensor ``name``."""
-        return tuple(int(n) for n in reversed(self._tensors[name].shape))
+    def stored(self, name: str) -> Any:
+        """Return where and how tensor ``name`` lies in the file, as gguf describes it."""
+        return self._tensors[name]
 
-    def tensor(self, name: str, rows: list[int] | slice | None = None) -> torch.Tensor:
+    def tensor(self, name: str, rows: list[int] | None = None) -> torch.Tensor:
         """Return tensor ``name`` in float32, or only ``rows`` of it."""
         from gguf import dequantize
 

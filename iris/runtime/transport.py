@@ -27,7 +27,14 @@ def _reduce_code(code: CodeType) -> tuple[Any, ...]:
     build, args = _cloud_reduce(code)
     name = code.co_filename
     lines = () if os.path.exists(name) else tuple(linecache.getlines(name))
-    return _build_code, (build, args, name, lines)
+    return _build_code, (build, args, _title(name), lines)
+
+
+def _title(path: str) -> str:
+    """``In[5]`` where ``path`` stands for the fifth cell of this notebook, else ``path``."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    cells = getattr(getattr(shell, "compile", None), "_filename_map", {})
+    return f"In[{cells[path]}]" if path in cells else path
 
 
 def _build_code(

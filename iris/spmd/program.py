@@ -170,7 +170,22 @@ class Compiler:
                 f"{self.name}: {len(wrong)} {noun} not fit the arguments\n  " + "\n  ".join(wrong),
                 help="a P has at most one entry a dim; non-tensors take None",
             )
-        return [leaf for leaf in leaves if isinstance(leaf.value, Tensor)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf.value, Tensor)]
+        if mesh is None or not mesh.abstract:
+            self._check_devices(tensors)
+        return tensors
+
+    def _check_devices(self, leaves: Sequence[Leaf]) -> None:
+        """SpecError that lists every tensor that is not where the program runs."""
+        device = current().device
+        away = [leaf for leaf in leaves if leaf.value.device != device]
+        if away:
+            noun = "tensor is" if len(away) == 1 else "tensors are"
+            lines = "".join(f"\n  {leaf.path}: on {leaf.value.device}" for leaf in away)
+            raise SpecError(
+                f"{self.name}: {len(away)} {noun} not on {device}, where the program runs{lines}",
+                help="move them with .to(ctx.device), or start the context on their device",
+            )
 
     def _specs_by_name(self) -> dict[str, Any]:
         specs, names = self.options.in_specs, self.binder.names

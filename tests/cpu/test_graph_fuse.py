@@ -303,6 +303,15 @@ def test_one_matmul_goes_with_one_collective() -> None:
     assert why == ["what it needs is made in all_gather_matmul %n"]
 
 
+def test_a_product_of_products_is_not_one_stage() -> None:
+    def layer(x, w):
+        g = iris.all_gather(x, "tp", dim=0)
+        return g @ (g @ w)
+
+    graph = fused(layer, (ROWS, P()), P(), zeros(4, K), zeros(K, K))
+    assert stages(graph) == ["all_gather_matmul: all_gather matmul"]
+
+
 def test_effects_keep_their_order() -> None:
     graph = parse("""\
 graph f[tp=2](%x: f32[8/tp, 4], %y: f32[8/tp, 4], %w: f32[4, 8]):

@@ -185,6 +185,12 @@ def test_families_are_aten_ops_with_a_reference(name: str) -> None:
             ("f32[2, 8/tp, 5, 4]",) * 3,
             "f32[2, 8/tp, 5, 4], f32[2, 8/tp, 5]",
         ),
+        (
+            "_scaled_dot_product_flash_attention_for_cpu",
+            (*("f32[2, 8/tp, 5, 4]",) * 3, 0.1),
+            "f32[2, 8/tp, 5, 4]~dp, f32[2, 8/tp, 5]~dp",
+        ),
+        ("slice_scatter", ("f32[8, 4]+tp", "f32[8, 2]+tp", 1, 0, 2), "f32[8, 4]+tp"),
         # the rest
         ("fft_fft", ("f32[8/tp, 4]",), "c64[2, 4]~tp"),
         ("fft_fft", ("f32[8, 4]",), "c64[8, 4]"),

@@ -1,6 +1,7 @@
 """canonicalise and dedupe on small graphs, the order of passes, and their speed."""
 
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -14,12 +15,12 @@ from iris.graph.verify import verify
 pytestmark = pytest.mark.cpu
 
 
-def after(step: object, body: str) -> str:
+def after(step: Callable[[Graph], Graph], body: str) -> str:
     """The lines that a pass leaves of a graph over %x: f32[4, 6] and %y: f32[4, 6]."""
     lines = "".join(f"  {line.strip()}\n" for line in body.strip().splitlines())
     graph = parse(f"graph f[tp=2](%x: f32[4, 6], %y: f32[4, 6]~tp):\n{lines}")
     verify(graph)
-    result = step(graph)  # type: ignore[operator]
+    result = step(graph)
     verify(result, graph)
     return "\n".join(line.strip() for line in str(result).splitlines()[1:])
 

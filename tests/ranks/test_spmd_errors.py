@@ -214,3 +214,21 @@ def test_program_too_big_for_the_heap(ranks):
         assert text.startswith("HeapExhaustedError: ")
         assert "heap_size" in text
         assert after == 2.0
+
+
+def _wrong_device():
+    iris.iris(1 << 20)
+    return _caught(iris.spmd(_product), torch.ones(2, 2), torch.ones(2, 2, device="meta"))
+
+
+def _product(x, w):
+    return x @ w
+
+
+def test_tensor_on_another_device(ranks):
+    _check(
+        ranks(2).run(_wrong_device),
+        "SpecError: _product: 1 tensor is not on cpu, where the program runs\n"
+        "  w: on meta\n"
+        "help: move them with .to(ctx.device), or start the context on their device",
+    )

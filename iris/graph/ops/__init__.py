@@ -102,5 +102,5 @@ def infer_node(
 
 def effects(node: Node) -> frozenset[Effect]:
     """What ``node`` does besides computing; of a stage, what its body does."""
-    own = get_op(node.op).effects
+    own = get_op(node.op).effects_of(node)
     return own.union(*map(effects, node.body)) if node.body else own

@@ -6,15 +6,16 @@ from typing import Any
 import numpy as np
 
 from iris.graph.nodes import Node
-from iris.graph.ops.base import InferContext, Local, Op, PerRank, TypedArg
-from iris.graph.ops.rules import Link, propagate, tensors
+from iris.graph.ops.base import Effect, InferContext, Local, Op, PerRank, TypedArg
+from iris.graph.ops.rules import Link, own_numbers, propagate, tensors
 from iris.graph.types import Mesh, TensorType
 
 
 class Attention(Op):
     """Attention over ``[batch, heads, rows, width]``: ``f32[2, 8/tp, 5, 4] -> f32[2, 8/tp, 5, 4]``.
 
-    Batch and heads keep their split, rows that of q. Split keys or widths give a varying value.
+    Batch and heads keep their split, rows that of q. Split keys or widths give a varying value, and
+    so does dropout.
     """
 
     def __init__(self, name: str) -> None:
@@ -40,7 +41,10 @@ class Attention(Op):
                 last: Link = None if len(local.shape) == 3 else 3
                 links[2] = (None, None, None, last)
             types.append(propagate(self.name, ctx, [q, k, v, *others], links, local))
-        return tuple(types)
+        return tuple(own_numbers(ctx, t) for t in types) if _drops(args, attrs) else tuple(types)
+
+    def effects_of(self, node: Node) -> frozenset[Effect]:
+        return frozenset({Effect.RANDOM}) if _drops(node.args, node.kwargs) else self.effects
 
     def reference(
         self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
@@ -68,6 +72,12 @@ class Attention(Op):
             )
             lse.append((np.log(total) + top)[..., 0].astype(q.dtype))
         return [out, lse][: len(node.outputs)]
+
+
+def _drops(args: Sequence[Any], attrs: Mapping[str, Any]) -> bool:
+    """Whether the call has a dropout probability: the first float after q, k and v."""
+    floats = (arg for arg in args[3:] if isinstance(arg, float))
+    return bool(attrs.get("dropout_p", next(floats, 0.0)))
 
 
 def _split_alike(q: TensorType, k: TensorType, v: TensorType) -> bool:

@@ -60,6 +60,10 @@ class Op:
     name: ClassVar[str]
     effects: ClassVar[frozenset[Effect]] = frozenset()
 
+    def effects_of(self, node: Node) -> frozenset[Effect]:
+        """Effects of one node, where they depend on its arguments."""
+        return self.effects
+
     def infer(
         self,
         ctx: InferContext,

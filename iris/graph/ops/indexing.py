@@ -138,8 +138,8 @@ def _has_mask(indices: Sequence[TensorType]) -> bool:
 class Placed(Op):
     """A value with some elements replaced: ``f32[8, 4/tp], f32[2, 4/tp] -> f32[8, 4/tp]``.
 
-    The result is laid out as ``x``; axes over which only the other operands differ make it varying.
-    Not linear: the replaced elements are no part of the sum.
+    The result is laid out as the first; axes over which only the others differ make it varying. It
+    is linear in the first and the last, what is replaced and by what.
     """
 
     def __init__(self, name: str) -> None:
@@ -155,7 +155,8 @@ class Placed(Op):
         (local,), operands = locals, [arg for arg in _flat(args) if isinstance(arg, TensorType)]
         links: list[Sequence[Link]] = [tuple(range(len(local.shape)))]
         links += [[None] * len(t.shape) for t in operands[1:]]
-        return (propagate(self.name, ctx, operands, links, local),)
+        linear = ((0, len(operands) - 1),)
+        return (propagate(self.name, ctx, operands, links, local, linear),)
 
     def reference(
         self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh

@@ -1,7 +1,6 @@
 """Ops known by their inputs only, makers of constants, and ops that draw random numbers."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import numpy as np
 from iris.graph.nodes import Node
 from iris.graph.ops.base import Effect, InferContext, Local, Op, PerRank, TypedArg
 from iris.graph.ops.numerics import numpy_dtype
-from iris.graph.ops.rules import Link, group_size, propagate, tensors
+from iris.graph.ops.rules import Link, group_size, own_numbers, propagate, tensors
 from iris.graph.types import Mesh, TensorType
 
 
@@ -110,9 +109,7 @@ class Random(Op):
                 tuple(range(len(t.shape))) if ctx.local(t) == local.shape else [None] * len(t.shape)
                 for t in operands
             ]
-            type = propagate(self.name, ctx, operands, links, local)
-            free = (axis for axis in ctx.mesh.names if axis not in type.split_axes)
-            types.append(replace(type, varying=tuple(free)))
+            types.append(own_numbers(ctx, propagate(self.name, ctx, operands, links, local)))
         return tuple(types)
 
 

@@ -7,6 +7,7 @@ An op says where each dim of each operand goes: to an output dim, into a sum (a 
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from iris.errors import TypeRuleError
@@ -138,6 +139,11 @@ def settle(
     return TensorType(local.dtype, local.shape, (), type.partial, (*varying, *split))
 
 
+def own_numbers(ctx: InferContext, x: TensorType) -> TensorType:
+    """``x`` where each rank draws its own numbers: varying over every axis that splits nothing."""
+    return replace(x, varying=tuple(axis for axis in ctx.mesh.names if axis not in x.split_axes))
+
+
 def redimmed(ctx: InferContext, x: TensorType, dims: Sequence[Dim], local: Local) -> TensorType:
     """``x`` rearranged by a linear op into ``dims``; axes that no dim claims any more vary."""
     lost = {*x.varying, *x.split_axes}
@@ -214,7 +220,7 @@ def operand_names(ctx: InferContext, operands: Sequence[TensorType | None]) -> l
 
 
 def where(ctx: InferContext, operands: Sequence[TensorType | None]) -> list[str]:
-    """Lines of an error: the user's line, then every operand, its type and origin."""
+    """Lines of an error: the user's line, then every operand and its origin."""
     lines = [f"  at {ctx.loc}"] if ctx.loc else []
     made = iter(ctx.sources)
     for name, type in zip(operand_names(ctx, operands), operands, strict=True):

@@ -85,7 +85,11 @@ def all_gather_matmul(bench: Bench, gather: int) -> str | None:
     core, reason = {gather}, "nothing reads its result"
     for value, views, number in readers_through_views(bench, bench.nodes[gather].out.name):
         node, group = bench.nodes[number], core | views | {number}
-        fault = product_fault(bench, node, value) or distance_fault(bench, group, node)
+        fault = (
+            product_fault(bench, node, value)
+            or chain_fault(bench, core, node)
+            or distance_fault(bench, group, node)
+        )
         if fault is None:
             core, products = group, [*products, number]
         reason = fault or reason
@@ -117,6 +121,13 @@ def product_fault(bench: Bench, node: Node, value: str) -> str | None:
     if node.args[PRODUCTS[kind]] != Ref(value) or node.uses.count(value) > 1:
         return f"its result is not the left operand of {title(node)}"
     return matmul_fault(bench, node)
+
+
+def chain_fault(bench: Bench, core: set[int], node: Node) -> str | None:
+    """Why a product cannot join those of ``core``: it needs one of them."""
+    products = [bench.nodes[n] for n in core if base(bench.nodes[n].op) in PRODUCTS]
+    needed = next((p for p in products if p.out.name in node.uses), None)
+    return None if needed is None else f"{title(node)} needs {title(needed)}"
 
 
 def matmul_fault(bench: Bench, node: Node) -> str | None:
