@@ -11,9 +11,9 @@
 # %% [markdown]
 # # 1. Hello ranks
 #
-# A *rank* is one of several processes that run the same code together. In iris every rank has a **heap** that
-# all other ranks can address: from PyTorch, and from inside a Triton kernel. This notebook needs no GPU: the
-# kernels run in Triton's interpreter.
+# A *rank* is one of several processes that run the same code together. In iris every rank has a
+# **heap** that all other ranks can address: from PyTorch, and from inside a Triton kernel. This
+# notebook needs no GPU: the kernels run in Triton's interpreter.
 
 # %%
 import time
@@ -27,8 +27,10 @@ import iris
 mesh = iris.local_mesh(4, heap_size=1 << 20)
 
 # %% [markdown]
-# `mesh.run` runs a plain function on every rank and returns what each of them returned, in rank order. On a rank,
-# `iris.current()` is its *context*: who it is, and its heap. What a rank prints appears here with its number.
+# `mesh.run` runs a plain function on every rank and returns what each of them returned, in rank
+# order. On a rank, `iris.current()` is its *context*: who it is, and its heap. What a rank prints
+# appears here with its number.
+
 
 # %%
 def hello():
@@ -42,9 +44,11 @@ mesh.run(hello)
 # %% [markdown]
 # ## The symmetric heap
 #
-# Tensors on the heap are made as in torch: `ctx.zeros`, `ctx.ones`, `ctx.full`, `ctx.randn` and so on. All ranks make
-# them together, and a tensor lies at the same place of every rank's heap. So one address, moved by the distance
-# between two heaps, is the address of the same tensor on a peer.
+# Tensors on the heap are made as in torch: `ctx.zeros`, `ctx.ones`, `ctx.full`, `ctx.randn` and so
+# on. All ranks make them together, and a tensor lies at the same place of every rank's heap. So
+# one address, moved by the distance between two heaps, is the address of the same tensor on a
+# peer.
+
 
 # %%
 def places():
@@ -60,9 +64,10 @@ print("the same offset on every rank:", len(set(offsets)) == 1)
 # %% [markdown]
 # ## Load from a peer
 #
-# `iris.load` reads what *another* rank has at a pointer of this rank. Here every rank reads its right neighbour's
-# tensor. The two barriers matter: nobody reads before all have written, and nobody goes on to overwrite (or free)
-# what a slow neighbour still reads.
+# `iris.load` reads what *another* rank has at a pointer of this rank. Here every rank reads its
+# right neighbour's tensor. The two barriers matter: nobody reads before all have written, and
+# nobody goes on to overwrite (or free) what a slow neighbour still reads.
+
 
 # %%
 @triton.jit
@@ -90,6 +95,7 @@ for rank, y in enumerate(mesh.run(from_the_right)):
 #
 # `iris.store` writes there. Everyone writes its number into its own column of rank 0's table.
 
+
 # %%
 @triton.jit
 def report(table, heap_bases, rank: tl.constexpr, N: tl.constexpr):
@@ -113,8 +119,9 @@ print("others are untouched:", not any(table.any() for table in tables[1:]))
 # %% [markdown]
 # ## Put and get
 #
-# These copy between two places: `iris.put` from here to a peer, `iris.get` from a peer to here. With a `mask`, only
-# part of a block moves.
+# These copy between two places: `iris.put` from here to a peer, `iris.get` from a peer to here.
+# With a `mask`, only part of a block moves.
+
 
 # %%
 @triton.jit
@@ -139,7 +146,9 @@ print(mesh.run(to_the_right)[1])
 # %% [markdown]
 # ## Atomics
 #
-# Ranks may update one word together. All add to a counter on rank 0; the sum is right whatever the order.
+# Ranks may update one word together. All add to a counter on rank 0; the sum is right whatever the
+# order.
+
 
 # %%
 @triton.jit
@@ -162,7 +171,9 @@ print(mesh.run(together)[0], "=", 25 * (1 + 2 + 3 + 4))
 # %% [markdown]
 # ## Barriers
 #
-# A barrier is a point that no rank passes until all have come to it. Rank 2 is late here, and all leave together.
+# A barrier is a point that no rank passes until all have come to it. Rank 2 is late here, and all
+# leave together.
+
 
 # %%
 def late():
@@ -179,7 +190,9 @@ print("who waited:", mesh.run(late))
 # %% [markdown]
 # ## Collectives
 #
-# Most of what ranks do with a heap has a name. Outside a program these run at once, on the ranks that call them:
+# Most of what ranks do with a heap has a name. Outside a program these run at once, on the ranks
+# that call them:
+
 
 # %%
 def collectives():

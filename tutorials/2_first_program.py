@@ -11,8 +11,9 @@
 # %% [markdown]
 # # 2. Your first program
 #
-# A *program* is an ordinary PyTorch function over tensors that are spread over ranks, with `@iris.spmd`
-# in front of it. This notebook runs one on four CPU ranks, makes the classic mistake, and looks inside.
+# A *program* is an ordinary PyTorch function over tensors that are spread over ranks, with
+# `@iris.spmd` in front of it. This notebook runs one on four CPU ranks, makes the classic mistake,
+# and looks inside.
 
 # %%
 import torch
@@ -25,14 +26,15 @@ mesh = iris.local_mesh(4, "tp")
 mesh
 
 # %% [markdown]
-# `iris.local_mesh` has started four processes, the *ranks*, as one mesh axis called `tp`. They stay until
-# `mesh.close()`. A program on a local mesh takes and returns **global** tensors: iris gives every rank its
-# part, and puts the parts of the result together.
+# `iris.local_mesh` has started four processes, the *ranks*, as one mesh axis called `tp`. They
+# stay until `mesh.close()`. A program on a local mesh takes and returns **global** tensors: iris
+# gives every rank its part, and puts the parts of the result together.
 #
 # ## Specs
 #
-# A spec says how a tensor is split. `P("tp", None)`: dim 0 is split over `tp`, dim 1 is not. `P()`: every rank
-# has all of it.
+# A spec says how a tensor is split. `P("tp", None)`: dim 0 is split over `tp`, dim 1 is not.
+# `P()`: every rank has all of it.
+
 
 # %%
 @iris.spmd(
@@ -52,8 +54,9 @@ expected = F.silu(x @ w_up) @ w_down
 print(y.shape, torch.allclose(y, expected, atol=1e-5))
 
 # %% [markdown]
-# Inside the function each rank sees its own part. A `print` shows it: it runs while the function is traced,
-# once on every rank.
+# Inside the function each rank sees its own part. A `print` shows it: it runs while the function
+# is traced, once on every rank.
+
 
 # %%
 @iris.spmd(mesh=mesh, in_specs=P("tp", None), out_specs=P("tp", None))
@@ -67,8 +70,9 @@ print(double(x).shape)
 # %% [markdown]
 # ## Types
 #
-# The first call traces the function: it runs on tensors without data, and iris writes down each operation.
-# Here is what it wrote. Every value has a type, and every line names the line of yours that made it.
+# The first call traces the function: it runs on tensors without data, and iris writes down each
+# operation. Here is what it wrote. Every value has a type, and every line names the line of yours
+# that made it.
 
 # %%
 print(mlp.trace(x, w_up, w_down).as_text())
@@ -80,12 +84,15 @@ print(mlp.trace(x, w_up, w_down).as_text())
 # * `f32[8, 4]` is whole on every rank, and the same on all of them.
 # * `f32[8, 4]+tp` is one term of a sum: the true value is the sum over `tp`, and that sum is still due.
 #
-# Look at the second `matmul`: both operands are split along the dim that is summed, so each rank computes a
-# term, and the type says `+tp`. `reduce_scatter` adds the terms and leaves each rank its rows.
+# Look at the second `matmul`: both operands are split along the dim that is summed, so each rank
+# computes a term, and the type says `+tp`. `reduce_scatter` adds the terms and leaves each rank
+# its rows.
 #
 # ## The forgotten sum
 #
-# Leave the `reduce_scatter` out. In plain PyTorch this runs, and each rank returns a different, wrong number.
+# Leave the `reduce_scatter` out. In plain PyTorch this runs, and each rank returns a different,
+# wrong number.
+
 
 # %%
 @iris.spmd(
@@ -105,6 +112,7 @@ except iris.TypeRuleError as error:
 # %% [markdown]
 # The same goes for a bias that is added before the sum: it would be counted four times.
 
+
 # %%
 @iris.spmd(
     mesh=mesh,
@@ -123,8 +131,8 @@ except iris.TypeRuleError as error:
 # %% [markdown]
 # ## Stages
 #
-# After the trace, iris fuses products with the communication next to them. `explain` says what became of the
-# program: which stages, how each is computed, and what was not fused and why.
+# After the trace, iris fuses products with the communication next to them. `explain` says what
+# became of the program: which stages, how each is computed, and what was not fused and why.
 
 # %%
 print(mlp.explain(x, w_up, w_down))
@@ -138,8 +146,8 @@ print(mlp.trace(x, w_up, w_down).lower().as_text())
 # %% [markdown]
 # ## Edit and run again
 #
-# Change a cell and call again: the ranks get the new function. That holds for the helpers it calls and for the
-# values it reads from outside, too.
+# Change a cell and call again: the ranks get the new function. That holds for the helpers it calls
+# and for the values it reads from outside, too.
 
 # %%
 scale = 1.0

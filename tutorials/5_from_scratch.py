@@ -11,9 +11,9 @@
 # %% [markdown]
 # # 5. iris from scratch
 #
-# The whole idea of iris in NumPy and threads, with no torch and no GPU: **trace** a function into a
-# graph, **check** where every value lives, **fuse** products with the communication next to them, and
-# **run** the result on ranks. One mesh axis, `tp`, is enough to see it all.
+# The whole idea of iris in NumPy and threads, with no torch and no GPU: **trace** a function into
+# a graph, **check** where every value lives, **fuse** products with the communication next to
+# them, and **run** the result on ranks. One mesh axis, `tp`, is enough to see it all.
 
 # %%
 import threading
@@ -26,8 +26,9 @@ import numpy as np
 # %% [markdown]
 # ## Types
 #
-# A value is spread over the ranks in one of three ways: every rank holds all of it, every rank holds
-# some rows (or columns) of it, or every rank holds one *term* of it and a sum is still due.
+# A value is spread over the ranks in one of three ways: every rank holds all of it, every rank
+# holds some rows (or columns) of it, or every rank holds one *term* of it and a sum is still due.
+
 
 # %%
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ print(Type((8, 4)), Type((8, 4), split=0), Type((8, 4), partial=True), sep="   "
 # To trace a function, call it with stand-ins that hold no data. Each operation only writes itself
 # down, with the type that its rule gives. The list of what was written down is the graph.
 
+
 # %%
 @dataclass(frozen=True)
 class Node:
@@ -73,7 +75,11 @@ class Graph:
 
     def __str__(self):
         head = ", ".join(f"%{name}: {type_}" for name, type_ in self.inputs.items())
-        lines = [f"graph({head}):", *(f"  {node}" for node in self.nodes), f"  return %{self.output}"]
+        lines = [
+            f"graph({head}):",
+            *(f"  {node}" for node in self.nodes),
+            f"  return %{self.output}",
+        ]
         return "\n".join(lines)
 
 
@@ -108,11 +114,14 @@ def trace(fn, **types):
     graph.output = fn(*(StandIn(graph, name, type_) for name, type_ in types.items())).name
     return graph
 
+
 # %% [markdown]
 # ## Rules
 #
-# The rule of an operation says what it makes of its arguments' types, and refuses what would run and
-# be wrong. Look at `matmul`: split along the dim that is summed, each rank gets one term of the product.
+# The rule of an operation says what it makes of its arguments' types, and refuses what would run
+# and be wrong. Look at `matmul`: split along the dim that is summed, each rank gets one term of
+# the product.
+
 
 # %%
 def require(condition, message):
@@ -163,8 +172,10 @@ def all_reduce(x):
     require(x.partial, f"all_reduce: no sum is due in {x}")
     return Type(x.shape)
 
+
 # %% [markdown]
 # Here is the feed-forward block of a transformer, tensor-parallel, and its graph:
+
 
 # %%
 def mlp(x, w_up, w_down):
@@ -178,7 +189,9 @@ graph = trace(mlp, **types)
 print(graph)
 
 # %% [markdown]
-# A mistake that runs without an error in eager mode, and gives a wrong number, does not even trace:
+# A mistake that runs without an error in eager mode, and gives a wrong number, does not even
+# trace:
+
 
 # %%
 def with_bias(x, w_up, w_down, bias):
@@ -194,13 +207,14 @@ except TypeError as error:
 # %% [markdown]
 # ## Ranks
 #
-# A rank is a thread with a heap that its peers can read. It publishes a value in a slot and raises a
-# flag; a reader waits for the flag. A flag holds the number of the run (the *epoch*), so it never has to
-# be lowered; and each slot has two halves, for odd and even epochs. A rank that writes the same half again
-# has seen a flag of every peer from the epoch between, so all have finished reading the old value.
+# A rank is a thread with a heap that its peers can read. It publishes a value in a slot and raises
+# a flag; a reader waits for the flag. A flag holds the number of the run (the *epoch*), so it
+# never has to be lowered; and each slot has two halves, for odd and even epochs. A rank that
+# writes the same half again has seen a flag of every peer from the epoch between, so all have
+# finished reading the old value.
 #
-# To see overlap on one machine, the world has a clock of its own: a value needs `WIRE` seconds to reach the
-# next peer, and a product of one chunk takes `WORK` seconds.
+# To see overlap on one machine, the world has a clock of its own: a value needs `WIRE` seconds to
+# reach the next peer, and a product of one chunk takes `WORK` seconds.
 
 # %%
 WIRE = WORK = 0.0
@@ -256,11 +270,13 @@ class World:
                 raise result
         return results
 
+
 # %% [markdown]
 # ## Kernels
 #
-# One function an operation, over this rank's shards. `everyone` starts with the rank itself: its own part
-# is there at once, the part of the neighbour comes next.
+# One function an operation, over this rank's shards. `everyone` starts with the rank itself: its
+# own part is there at once, the part of the neighbour comes next.
+
 
 # %%
 def product(a, b):
@@ -305,10 +321,12 @@ def execute(graph, rank, *shards):
         values[node.name] = KERNELS[node.op](rank, node.name, *args, **node.attrs)
     return values[graph.output]
 
+
 # %% [markdown]
 # ## The decorator
 #
 # Trace once for each set of shapes, then replay. The caller passes and gets global arrays.
+
 
 # %%
 def split(array, dim):
@@ -380,9 +398,10 @@ def fuse(graph):
 print(fuse(graph))
 
 # %% [markdown]
-# Why fuse? Because a stage can work chunk by chunk. The rows of a product need only their own rows of `x`,
-# so the first chunk starts before the others have arrived. And the rows for a peer can be on their way while
-# the next rows are computed.
+# Why fuse? Because a stage can work chunk by chunk. The rows of a product need only their own rows
+# of `x`, so the first chunk starts before the others have arrived. And the rows for a peer can be
+# on their way while the next rows are computed.
+
 
 # %%
 def all_gather_matmul(rank, slot, x, w):
@@ -404,8 +423,8 @@ fused = spmd(in_splits=(0, 1, 0), out_split=0, passes=[fuse])(mlp)
 print(f"largest difference: {abs(fused(x, w_up, w_down) - plain(x, w_up, w_down)).max():.0e}")
 
 # %% [markdown]
-# With a slow wire the difference shows. Unfused, a rank waits for all of `x`, then multiplies; fused, the
-# wire and the product work at the same time.
+# With a slow wire the difference shows. Unfused, a rank waits for all of `x`, then multiplies;
+# fused, the wire and the product work at the same time.
 
 # %% tags=["varies"]
 WIRE = WORK = 0.05

@@ -67,11 +67,7 @@ def shown(cell: NotebookNode) -> list[str]:
 def difference(script: Path) -> str:
     """What a run gives that the stored notebook does not, as a diff; empty if they agree."""
     stored, now = nbformat.read(script.with_suffix(".ipynb"), 4), executed(script)
-    pairs = [
-        (["\n".join(cell.source for cell in notebook.cells)], notebook) for notebook in (stored, now)
-    ]
-    (old_source, _), (new_source, _) = pairs
-    if old_source != new_source:
+    if [cell.source for cell in stored.cells] != [cell.source for cell in now.cells]:
         return f"{script.name} and its notebook differ: run {Path(__file__).name} without --check"
     found: list[str] = []
     for old, new in zip(stored.cells, now.cells, strict=True):

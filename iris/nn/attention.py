@@ -127,11 +127,10 @@ class ParallelAttention(nn.Module):
         turned = rotate(self._normed(qkv[:, :, :-1]), cos, sin)
         q, k, v = turned[:, :, :-1], turned[:, :, -1], qkv[:, :, -1]
         found = attend(q, k, v, self.scale, past, mask)
-        joined = found.permute(0, 3, 1, 2, 4).reshape(
-            *x.shape[:-1], groups * self.queries * self.width
-        )
-        y = self.out.summed(F.linear(joined, self.out.weight.flatten(1)))
-        return y, torch.stack((k, v))
+        columns = groups * self.queries * self.width
+        joined = found.permute(0, 3, 1, 2, 4).reshape(batch * rows, columns)
+        y = F.linear(joined, self.out.weight.flatten(1)).view(*x.shape[:-1], -1)
+        return self.out.summed(y), torch.stack((k, v))
 
     def _normed(self, qk: Tensor) -> Tensor:
         """Queries and keys ``[batch, groups, queries + 1, rows, width]`` after the norms of their heads."""

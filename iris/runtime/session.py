@@ -10,7 +10,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from iris.errors import IrisError, PeerError
+from iris.errors import IrisError, LaunchError, PeerError
 from iris.runtime.pool import Environment, RankPool, _cause, _error
 from iris.runtime.transport import dumps
 from iris.runtime.worker import Failure
@@ -111,7 +111,7 @@ class Session(RankPool):
         cause = _cause(failures)
         if isinstance(cause, IrisError) and _alike(failures, self.nprocs):
             raise cause
-        raise _error(name, failures, self.nprocs) from cause
+        raise _report(name, failures, self.nprocs) from cause
 
     def restart(self) -> None:
         """End all ranks; the next call starts new ones."""
@@ -191,3 +191,13 @@ class Session(RankPool):
 def _alike(failures: Sequence[tuple[int, Failure]], nprocs: int) -> bool:
     """Whether every rank failed, all in the same words."""
     return len(failures) == nprocs and len({failure.headline for _, failure in failures}) == 1
+
+
+def _report(name: str, failures: Sequence[tuple[int, Failure]], nprocs: int) -> LaunchError:
+    """The failures, and in one line the ranks that failed only because they waited for those."""
+    waited = sorted(rank for rank, failure in failures if failure.by_peer)
+    if not 0 < len(waited) < len(failures):
+        return _error(name, failures, nprocs)
+    text = _error(name, [each for each in failures if not each[1].by_peer], nprocs)
+    noun = "rank" if len(waited) == 1 else "ranks"
+    return LaunchError(f"{text}\n--- {noun} {', '.join(map(str, waited))} waited for them")

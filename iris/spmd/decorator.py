@@ -75,6 +75,7 @@ class SpmdFunction:
         return self if instance is None else SpmdMethod(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # a notebook shows the user's frames only
         return self._call(None, args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
@@ -92,6 +93,7 @@ class SpmdFunction:
         if outer is not None:
             return self._nested(outer, instance, args, kwargs)
         if isinstance(self._options.mesh, Controller):
+            __tracebackhide__ = True
             return self._options.mesh.call_program(self, instance, args, kwargs)
         bound, program = self._find(instance, args, kwargs)
         if program.executable is None:

@@ -119,6 +119,7 @@ class LocalMesh(Controller):
         >>> mesh.run(lambda: iris.current().get_rank())      # doctest: +SKIP
         [0, 1, 2, 3]
         """
+        __tracebackhide__ = True
         name = getattr(fn, "__name__", type(fn).__name__)
         with self._lock:
             call = dumps((fn, args, kwargs))

@@ -205,7 +205,7 @@ def _failure(error: BaseException) -> Failure:
     if found is not None:
         found.fail(headline)
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<string>"))]
     notes = "\n".join(getattr(error, "__notes__", ()))
     if not own and not isinstance(error, IrisError):
         own = list(frames)

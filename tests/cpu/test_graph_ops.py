@@ -1,12 +1,15 @@
 """Every op has all its parts, its type examples hold, and its reference does as torch does."""
 
+import doctest
 import re
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from iris.graph import draw, ops, parse as parsing, reference as references, types
 from iris.graph.nodes import Node, Ref, Value
 from iris.graph.ops import (
     COLLECTIVES,
@@ -18,11 +21,15 @@ from iris.graph.ops import (
     get_op,
     infer_node,
     registry,
+    rules,
+    views,
 )
 from iris.graph.ops.base import Op
 from iris.graph.ops.opaque import Opaque, Random
 from iris.graph.ops.pointwise import BINARY, UNARY
-from iris.graph.parse import parse_type
+from iris.graph.parse import parse, parse_type
+from iris.graph.passes import epilogue
+from iris.graph.reference import random_inputs
 from iris.graph.types import Mesh, TensorType
 
 pytestmark = pytest.mark.cpu
@@ -420,3 +427,23 @@ def test_binary_reference(name: str) -> None:
 def test_reference(call: tuple[Any, ...]) -> None:
     op, *args, attrs = call
     compare(op, *args, **attrs)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [draw, epilogue, ops, parsing, references, rules, types, views],
+    ids=lambda m: m.__name__,
+)
+def test_examples_in_docstrings(module: ModuleType) -> None:
+    failed, tried = doctest.testmod(module)
+    assert (failed, tried > 0) == (0, True)
+
+
+def test_random_inputs_follow_their_types() -> None:
+    graph = parse("graph f[dp=2, tp=2](%x: f32[3/tp, 2]~dp, %y: i64[4]):\n  return %x\n")
+    x, y = random_inputs(graph, seed=3)
+    assert [a.shape for a in x] == [(2, 2), (1, 2)] * 2
+    assert not np.array_equal(x[0], x[2])
+    assert all(np.array_equal(a, y[0]) for a in y)
+    again = random_inputs(graph, seed=3)
+    assert all(np.array_equal(a, b) for a, b in zip(x, again[0], strict=True))

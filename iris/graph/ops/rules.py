@@ -233,6 +233,6 @@ def where(ctx: InferContext, operands: Sequence[TensorType | None]) -> list[str]
 def refuse(
     ctx: InferContext, operands: Sequence[TensorType | None], what: str, help: str, why: str = ""
 ) -> NoReturn:
-    """Raise the error of a type rule: what is wrong, the user's line, every operand, the way out."""
+    """Raise a type rule's error: what is wrong, the user's line, the operands, the way out."""
     lines = [what, *where(ctx, operands), *([f"  {why}"] if why else [])]
     raise TypeRuleError("\n".join(lines), help=help)

@@ -35,7 +35,7 @@ _LANGUAGE = {
 }
 REDUCTIONS = ("sum", "max", "min", "avg")
 ONE_SHOT_BYTES = 256 << 10  # all_reduce of more than this goes in two steps
-_BLOCK_BYTES = 16 << 10
+_BLOCK_BYTES = 32 << 10
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,6 @@ class Moves:
     acc: Any
     op: str = ""  # "": values are moved, not combined
     two_shot: bool = False
-    meet: bool = False
     rows: int = 1
     columns: int = 1024
     vector: int = 1  # elements that every access begins at a multiple of
@@ -81,11 +80,9 @@ class Exchange:
         width = max((piece.words()[2] for piece in pieces), default=1)
         block = _block(numel, itemsize, self.programs)
         columns = min(block, 1 << max(0, width - 1).bit_length())
-        takes_all = {p.member for p in pieces if math.prod(p.shape)} == set(range(group.size))
         self.moves = replace(
             moves,
             two_shot=two_shot,
-            meet=not op and not takes_all,
             rows=max(1, block // columns),
             columns=columns,
         )
@@ -112,6 +109,7 @@ class Exchange:
             dry, x.view(self.carrier), *box, out.view(self.carrier), self.pieces,
             self.blocks, x.numel(), self.share, work.staging, self.sums, work.flags, work.state, work.limit,
             self.group.index, self.half, self.half_sums, replace(self.moves, vector=vector),
+            num_warps=8,
         )  # fmt: skip
 
     def warm(self, x: Tensor, *, out: Tensor) -> None:
@@ -141,7 +139,8 @@ def _carrier(dtype: torch.dtype, op: str, world: int) -> tuple[torch.dtype, Move
 
 
 def _programs(nbytes: int, device: torch.device) -> int:
-    return max(1, min(processors(device), -(-nbytes // 2048)))
+    """Programs that share the work: no more than have a few thousand bytes each."""
+    return max(1, min(2 * processors(device), -(-nbytes // 4096)))
 
 
 def _block(numel: int, itemsize: int, programs: int) -> int:

@@ -40,14 +40,26 @@ class GemmConfig:
     copy: int = 16384
 
 
-# Small tiles for Triton's interpreter, which pays by the operation and not by the element.
-INTERPRETER = GemmConfig(16, 16, 16, warps=1, stages=1, programs=3, pieces=1, copy=256)
+def _interpreter_config(M: int, N: int) -> GemmConfig:
+    """Tiles for Triton's interpreter, which pays by the operation and not by the element.
+
+    Small products get small tiles all the same, so that tests of them see several.
+    """
+    block_m = max(16, min(128, _power(M) // 2))
+    block_n = max(16, min(256, _power(N) // 2))
+    block_k = 16 if M * N <= 4096 else 256
+    copy = 256 if M * N <= 4096 else 16384
+    return GemmConfig(block_m, block_n, block_k, warps=1, stages=1, programs=3, pieces=1, copy=copy)
+
+
+def _power(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
 
 
 def default_config(M: int, N: int, dtype: torch.dtype, device: torch.device) -> GemmConfig:
     """The configuration for a product with [M, N] results where nothing was measured."""
     if device.type == "cpu":
-        return INTERPRETER
+        return _interpreter_config(M, N)
     wide = dtype.itemsize > 2  # fp32: half the depth of a 2-byte tile
     if M <= 64:
         return GemmConfig(64, 128, 64 if wide else 128, warps=4, stages=4, pieces=1, copy=4096)
@@ -79,6 +91,7 @@ class Tiling:
     b_mode: int = 0
     out_tma: bool = False
     announced: bool = False  # other ranks wait for tiles
+    awaited: bool = False  # other ranks wait for this rank's sums
     meet: bool = False  # a shard is empty: wait for all members all the same
     run: int = 1  # blocks of rows that are summed after one wait
     one_shot: bool = False  # sums: parts go to all members

@@ -14,7 +14,6 @@ from iris.lower.kernels.protocol import (
     enter,
     finished,
     leave,
-    meet,
     peer,
     publish,
     ticket,
@@ -105,22 +104,17 @@ def _reduce_share(first, size, start, staging, sums, state, X: tl.constexpr):
 
 
 @device_function
-def _take_pieces(out, pieces, blocks, start, source, flags, epoch, state, limit, X: tl.constexpr):
-    """Fill ``out`` from the pieces, by ticket, each as soon as its member has published."""
+def _take_pieces(out, pieces, blocks, start, source, number, state, X: tl.constexpr):
+    """Fill ``out`` from the pieces. Nobody waits for this: program p begins with block p."""
     V: tl.constexpr = X.vector
     piece = 0
-    waited = -1
-    block = ticket(state, 2)
+    block = number
     while block < blocks:
         at = pieces + piece * PIECE_WORDS
         while block >= tl.load(at + PIECE_WORDS + 16):
             piece += 1
             at += PIECE_WORDS
         member = tl.load(at).to(tl.int32)
-        if X.op == "" or X.two_shot:
-            if piece > waited:
-                wait_members(flags, member, member, epoch, state, limit, X.world, X.lanes, 1)
-                waited = piece
         rows = tl.load(at + 1)
         width = tl.multiple_of(tl.load(at + 2), V)
         n1 = tl.load(at + 3)
@@ -145,7 +139,7 @@ def _take_pieces(out, pieces, blocks, start, source, flags, epoch, state, limit,
         else:
             value = _combined(source, start, take, mask, X)
         tl.store(out + put, value, mask=mask)
-        block = ticket(state, 2)
+        block = ticket(state, 2) + tl.num_programs(0)
 
 
 @triton.jit(do_not_specialize=["dry", "rank", "limit", "blocks"])
@@ -163,8 +157,7 @@ def exchange_kernel(
         copied, total = _publish_operand(x, box, own, state, X)
         if finished(state, 0, copied, total, number):
             publish(flags, rank, epoch, X.world, X.lanes)
-        if X.op != "":
-            wait_members(mine, 0, X.world - 1, epoch, state, limit, X.world, X.lanes, 1)
+        wait_members(mine, 0, X.world - 1, epoch, state, limit, X.world, X.lanes, 1)
         if X.two_shot:
             start_sums = parity * half_sums
             first = tl.minimum(rank.to(tl.int64) * share, numel)
@@ -174,9 +167,8 @@ def exchange_kernel(
             if finished(state, 1, done, total, number):
                 publish(flags, X.world + rank, epoch, X.world, X.lanes)
             mine += X.world
-            _take_pieces(out, pieces, blocks, start_sums, sums, mine, epoch, state, limit, X)
+            wait_members(mine, 0, X.world - 1, epoch, state, limit, X.world, X.lanes, 1)
+            _take_pieces(out, pieces, blocks, start_sums, sums, number, state, X)
         else:
-            _take_pieces(out, pieces, blocks, start, staging, mine, epoch, state, limit, X)
-        if X.meet:
-            meet(mine, number, epoch, state, limit, X.world, X.lanes)
+            _take_pieces(out, pieces, blocks, start, staging, number, state, X)
         leave(state, epoch)

@@ -132,6 +132,7 @@ def _kernel(
         sink = (out, out_row, out_column, M, N, args)
         if T.one_shot:
             sum_rows(
+                number,
                 M,
                 0,
                 slots,
@@ -157,6 +158,7 @@ def _kernel(
             sums_row = (epoch & 1).to(tl.int64) * T.world * shard
             send = (sums_row + rank * shard, first_flag + rank * each, m, N, ld, sums, flags, epoch)
             sum_rows(
+                number,
                 m,
                 rank * shard,
                 slots,

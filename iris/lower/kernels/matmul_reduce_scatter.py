@@ -64,6 +64,7 @@ def _kernel(
         slots = peer(staging, rank, T.dtype) + half * ld
         sink = (out, out_row, out_column, m, N, after_args)
         sum_rows(
+            number,
             m,
             rank * shard,
             slots,

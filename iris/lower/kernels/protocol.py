@@ -25,10 +25,8 @@ EPOCH = tl.constexpr(0)
 STARTED = tl.constexpr(1)
 ARRIVED = tl.constexpr(2)
 FAILED = tl.constexpr(3)
-TEAM = tl.constexpr(4)
-TICKETS = tl.constexpr(
-    5
-)  # TICKETS + 2 i: tickets taken of work list i; TICKETS + 2 i + 1: items of it that are done
+# TICKETS + 2 i: tickets taken of work list i; TICKETS + 2 i + 1: items of it that are done
+TICKETS = tl.constexpr(4)
 STATE_WORDS = 16
 PATIENCE = tl.constexpr(0 if INTERPRETED.value else 8)
 
@@ -59,10 +57,10 @@ together = _interpreted_together if INTERPRETED.value else _compiled_together
 
 @device_function
 def enter(state):
-    """Return this launch's epoch and this program's number in the order of starting."""
+    """Return this launch's epoch and this program's number in the order of starting (below 2^16)."""
     epoch = tl.load(state + EPOCH)
     number = tl.atomic_add(state + STARTED, 1, sem="relaxed", scope="gpu")
-    return epoch, number
+    return epoch, number & 0xFFFF
 
 
 @device_function
@@ -82,15 +80,19 @@ def leave(state, epoch):
 def team(state):
     """How many programs share the tiles of this launch; the same for all that ask.
 
-    Programs of a resident grid start within a microsecond; after a few looks the missing ones are left out.
+    Programs of a resident grid start within a microsecond. If some are missing after a few looks, the
+    first to lose patience writes the number so far above the counter, and later ones are left out.
     """
+    all_programs = tl.num_programs(0)
+    word = tl.atomic_add(state + STARTED, 0, sem="relaxed", scope="gpu")
     looks = 0
-    started = tl.atomic_add(state + STARTED, 0, sem="relaxed", scope="gpu")
-    while (started < tl.num_programs(0)) & (looks < PATIENCE):
-        started = tl.atomic_add(state + STARTED, 0, sem="relaxed", scope="gpu")
+    while (word < all_programs) & (looks < PATIENCE):
+        word = tl.atomic_add(state + STARTED, 0, sem="relaxed", scope="gpu")
         looks += 1
-    before = tl.atomic_cas(state + TEAM, 0, started, sem="relaxed", scope="gpu")
-    return tl.where(before == 0, started, before)
+    while word < all_programs:
+        before = tl.atomic_cas(state + STARTED, word, word | (word << 16), sem="relaxed", scope="gpu")
+        word = tl.where(before == word, word | (word << 16), before)
+    return tl.where(word >> 16 == 0, all_programs, word >> 16)
 
 
 @device_function
@@ -121,19 +123,18 @@ def peer(table, index, dtype: tl.constexpr):
 
 @device_function
 def publish(flags, index, epoch, W: tl.constexpr, LANES: tl.constexpr):
-    """Tell every member that what this rank's program stored before is there: their flag ``index`` becomes ``epoch + 1``."""
-    together()
-    members = tl.arange(0, LANES)
-    valid = members < W
-    words = tl.cast(tl.load(flags + members, mask=valid, other=0), tl.pointer_type(tl.int32))
-    tl.atomic_xchg(words + index, epoch + 1, mask=valid, sem="release", scope="sys")
+    """Tell every member that what this program stored before is there."""
+    publish_to(flags, 0, W - 1, index, epoch, LANES)
 
 
 @device_function
-def publish_to(flags, member, index, epoch):
-    """As ``publish``, to one member. The caller has passed a ``tl.debug_barrier`` since its stores."""
-    word = tl.cast(tl.load(flags + member), tl.pointer_type(tl.int32)) + index
-    tl.atomic_xchg(word, epoch + 1, sem="release", scope="sys")
+def publish_to(flags, first, last, index, epoch, LANES: tl.constexpr):
+    """Set flag ``index`` of members ``first .. last`` to ``epoch + 1``."""
+    together()
+    members = tl.arange(0, LANES)
+    valid = (members >= first) & (members <= last)
+    words = tl.cast(tl.load(flags + members, mask=valid, other=0), tl.pointer_type(tl.int32))
+    tl.atomic_xchg(words + index, epoch + 1, mask=valid, sem="release", scope="sys")
 
 
 @device_function

@@ -7,7 +7,7 @@ before it is sent. Flags are [members] for launches that must ``meet``, then [me
 import triton.language as tl
 
 from iris.device.target import device_function
-from iris.lower.kernels.protocol import peer, publish_to, ticket, together, wait
+from iris.lower.kernels.protocol import peer, publish_to, ticket, wait
 
 
 @device_function
@@ -40,15 +40,12 @@ def announce_tile(row, column, rank, shard, M, N, flags, epoch, ALL: tl.constexp
     across = tl.cdiv(N, T.block_n)
     tile = row // T.block_m * across + column // T.block_n
     index = T.world + rank * (tl.cdiv(M, T.block_m) * across) + tile
-    member = row // shard
+    first = row // shard
     last = (tl.minimum(row + T.block_m, M) - 1) // shard
     if ALL:
-        member = row * 0
-        last = member + (T.world - 1)
-    together()
-    while member <= last:
-        publish_to(flags, member, index, epoch)
-        member += 1
+        first = row * 0
+        last = first + (T.world - 1)
+    publish_to(flags, first, last, index, epoch, T.lanes)
 
 
 @device_function
@@ -77,6 +74,7 @@ def sum_parts(slots, stride, at, mask, T: tl.constexpr):
 
 @device_function
 def sum_rows(
+    number,
     m,
     first_row,
     slots,
@@ -103,7 +101,11 @@ def sum_rows(
     RUN: tl.constexpr = T.run * T.rows
     across = tl.cdiv(N, T.columns)
     items = tl.cdiv(m, RUN) * across
-    item = ticket(state, 0)
+    # Others may wait for what a program takes by ticket; where nobody does, program p begins with item p.
+    if T.awaited:
+        item = ticket(state, 0)
+    else:
+        item = number
     while item < items:
         row = item // across * RUN
         column = item % across * T.columns
@@ -119,6 +121,8 @@ def sum_rows(
             row += T.rows
         summed(env, item, T)
         item = ticket(state, 0)
+        if not T.awaited:
+            item += tl.num_programs(0)
 
 
 @device_function

@@ -1,0 +1,164 @@
+"""``all_reduce(x)``, plus a residual, then RMSNorm: the step between two layers of a decoder, in one
+kernel.
+
+One-shot: every rank sends its rows to all ranks, and each sums them, a row a program, in rank order.
+For few rows; see NOTE [Epochs] and NOTE [Progress] in protocol.py.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from iris.device.target import device_function
+from iris.lower.kernels.config import TRITON_DTYPES
+from iris.lower.kernels.host import GroupLike, Workspace, processors, round_up
+from iris.lower.kernels.protocol import enter, leave, peer, publish, ticket, wait
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the kernel is compiled for; it sees this as one constexpr, ``R``."""
+
+    world: int
+    lanes: int
+    rows: int  # of a block
+    columns: int  # the row length, rounded up to a power of two
+    dtype: Any
+
+
+@device_function
+def _push_rows(x, x_row, M, N, ld, slot, rank, blocks, staging, flags, epoch, state, R: tl.constexpr):
+    """Send this rank's rows to every member's slot, block by block, by ticket."""
+    W: tl.constexpr = R.world
+    columns = tl.arange(0, R.columns)
+    block = ticket(state, 0)
+    while block < blocks:
+        rows = block * R.rows + tl.arange(0, R.rows)
+        mask = (rows < M)[:, None] & (columns < N)[None, :]
+        value = tl.load(x + rows.to(tl.int64)[:, None] * x_row + columns[None, :], mask=mask)
+        at = (slot + rows.to(tl.int64))[:, None] * ld + columns[None, :]
+        for member in tl.static_range(W):
+            tl.store(peer(staging, member, R.dtype) + at, value, mask=mask)
+        publish(flags, rank * blocks + block, epoch, R.world, R.lanes)
+        block = ticket(state, 0)
+
+
+@device_function
+def _sum_block(slots, M, N, ld, rows, mask, R: tl.constexpr):
+    W: tl.constexpr = R.world
+    at = rows.to(tl.int64)[:, None] * ld + tl.arange(0, R.columns)[None, :]
+    total = tl.load(slots + at, mask=mask, other=0, cache_modifier=".cg").to(tl.float32)
+    for member in tl.static_range(1, W):
+        slot = slots + member * M.to(tl.int64) * ld
+        total += tl.load(slot + at, mask=mask, other=0, cache_modifier=".cg").to(tl.float32)
+    return total
+
+
+@triton.jit(do_not_specialize=["dry", "rank", "limit", "M", "blocks"])
+def all_reduce_norm_kernel(
+    dry, x, x_row, residual, residual_row, weight, eps, out, out_row, summed, summed_row,
+    staging, flags, state, limit, rank, M, N, ld, blocks, R: tl.constexpr,
+):  # fmt: skip
+    if dry == 0:
+        epoch, number = enter(state)
+        half = (epoch & 1).to(tl.int64) * R.world * M
+        _push_rows(
+            x, x_row, M, N, ld, half + rank * M, rank, blocks, staging, flags, epoch, state, R
+        )
+        mine = peer(flags, rank, tl.int32)
+        slots = peer(staging, rank, R.dtype) + half * ld
+        members = tl.arange(0, R.lanes)
+        columns = tl.arange(0, R.columns)
+        block = number
+        while block < blocks:
+            rows = block * R.rows + tl.arange(0, R.rows)
+            mask = (rows < M)[:, None] & (columns < N)[None, :]
+            r = rows.to(tl.int64)[:, None]
+            wait(mine + members * blocks + block, members < R.world, epoch, state, limit)
+            total = _sum_block(slots, M, N, ld, rows, mask, R).to(R.dtype)
+            if residual is not None:
+                at = residual + r * residual_row + columns[None, :]
+                total += tl.load(at, mask=mask, other=0)
+            if summed is not None:
+                tl.store(summed + r * summed_row + columns[None, :], total, mask=mask)
+            value = total.to(tl.float32)
+            square = tl.sum(tl.where(mask, value * value, 0.0), axis=1) / N
+            value = value * tl.rsqrt(square + eps)[:, None]
+            if weight is not None:
+                scale = tl.load(weight + columns, mask=columns < N, other=0).to(tl.float32)
+                value = value * scale[None, :]
+            tl.store(out + r * out_row + columns[None, :], value.to(R.dtype), mask=mask)
+            block = ticket(state, 1) + tl.num_programs(0)
+        leave(state, epoch)
+
+
+class AllReduceNorm:
+    """``summed = all_reduce(x) + residual``; ``out = rms_norm(summed) * weight``, one kernel.
+
+    ``x``, ``residual``, ``summed`` and ``out`` are [M, N] with contiguous rows; ``residual``, ``weight`` [N]
+    and ``summed`` may be None. The sum over ranks is fp32 in rank order and rounded, the residual is
+    added in the type of ``x``, the norm is fp32: what the separate torch operators give.
+
+    Example::
+
+        stage = AllReduceNorm.create(ctx, ctx.world, M=8, N=4096, dtype=torch.bfloat16, eps=1e-5)
+        stage.warm(x, residual, weight, out=y, summed=h); ctx.barrier()
+        stage(x, residual, weight, out=y, summed=h)
+    """
+
+    def __init__(
+        self, group: GroupLike, workspace: Workspace, shape: tuple[int, int], R: Rows, eps: float
+    ) -> None:
+        self.group, self.workspace, self.R, self.eps = group, workspace, R, eps
+        self.M, self.N = shape
+        self.blocks = -(-self.M // R.rows)
+        self.programs = min(self.blocks, processors(workspace.device))
+
+    @classmethod
+    def create(
+        cls, ctx: Any, group: GroupLike, *, M: int, N: int, dtype: torch.dtype, eps: float = 1e-6
+    ) -> "AllReduceNorm":
+        """Allocate the workspace (collective over ``group``)."""
+        W = group.size
+        columns = max(16, triton.next_power_of_2(N))
+        R = Rows(W, max(2, triton.next_power_of_2(W)), 1, columns, TRITON_DTYPES[dtype])
+        half = W * M * round_up(N, 16) * dtype.itemsize
+        workspace = Workspace(ctx, group, half, W * M, f"all_reduce_norm of [{M}, {N}]")
+        return cls(group, workspace, (M, N), R, eps)
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        weight: Tensor | None = None,
+        *,
+        out: Tensor,
+        summed: Tensor | None = None,
+        dry: int = 0,
+    ) -> None:
+        """Launch on the current stream."""
+        if 0 in (self.M, self.N):
+            return
+        work = self.workspace
+        all_reduce_norm_kernel[(self.programs,)](
+            dry, x, x.stride(0), residual, 0 if residual is None else residual.stride(0), weight,
+            self.eps, out, out.stride(0), summed, 0 if summed is None else summed.stride(0),
+            work.staging, work.flags, work.state, work.limit, self.group.index, self.M, self.N,
+            round_up(self.N, 16), self.blocks, self.R, num_warps=8,
+        )  # fmt: skip
+
+    def warm(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        weight: Tensor | None = None,
+        *,
+        out: Tensor,
+        summed: Tensor | None = None,
+    ) -> None:
+        """Compile and load the kernel for these tensors without running it."""
+        self(x, residual, weight, out=out, summed=summed, dry=1)

@@ -1,0 +1,155 @@
+"""Decorated modules: whatever their parameters, attributes and submodules are at a call is what the call sees."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import iris
+from iris import P
+from iris.errors import SpecError, UnsupportedError
+from iris.spmd.modules import partition
+from iris.testing import assert_close
+
+pytestmark = pytest.mark.cpu
+
+MODES = [torch.no_grad, torch.inference_mode]
+
+
+class Block(nn.Module):
+    """A module with everything that may change between calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.lora = None
+        self.double = False
+        self.scale = 1.0
+
+    def forward(self, x):
+        y = self.linear(x) * self.scale
+        if self.lora is not None:
+            y = y + self.lora(x)
+        if self.double:
+            y = y * 2
+        if self.training:
+            y = y + 1
+        return iris.all_reduce(y, "tp")
+
+
+def plain(module, x):
+    """``module(x)`` on one rank, without a program."""
+    return Block.forward(module, x)
+
+
+@pytest.fixture(params=["instance", "class", "forward"])
+def block(request):
+    """A decorated module on one rank, by each way to decorate it."""
+    iris.iris(1 << 20)
+    if request.param == "instance":
+        return iris.spmd(Block())
+    if request.param == "class":
+        return iris.spmd(type("Block", (Block,), {}))()
+    return type("Block", (Block,), {"forward": iris.spmd(Block.forward)})()
+
+
+def check(module):
+    """Three calls of ``module``, each with new input, in each mode: the plain module's values."""
+    dtype = module.linear.weight.dtype
+    for mode in MODES:
+        for seed in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            with mode():
+                assert_close(module(x), plain(module, x))
+
+
+CHANGES = {
+    "load_state_dict": lambda m: m.load_state_dict(
+        {name: torch.randn_like(value) for name, value in m.state_dict().items()}
+    ),
+    "write in place": lambda m: m.linear.weight.data.fill_(0.5),
+    "replace data": lambda m: setattr(m.linear.weight, "data", torch.ones(8, 8)),
+    "replace submodule": lambda m: setattr(m, "linear", nn.Linear(8, 8)),
+    "add submodule": lambda m: setattr(m, "lora", nn.Linear(8, 8)),
+    "flag": lambda m: setattr(m, "double", True),
+    "number": lambda m: setattr(m, "scale", 3.0),
+    "eval": lambda m: m.eval(),
+    "bfloat16": lambda m: m.to(torch.bfloat16),
+    "half": lambda m: m.half(),
+    "freeze": lambda m: m.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_after_the_first_call_is_seen(block, name):
+    check(block)
+    CHANGES[name](block)
+    check(block)
+
+
+def test_changes_one_after_the_other(block):
+    names = ["eval", "add submodule", "bfloat16", "flag", "load_state_dict", "number"]
+    for name in names:
+        CHANGES[name](block)
+        check(block)
+
+
+def test_same_dtype_again_is_not_traced_again():
+    iris.iris(1 << 20)
+    block = iris.spmd(Block())
+    check(block)
+    for change in (lambda m: m.eval(), lambda m: m.train(), lambda m: m.float()):
+        change(block)
+        check(block)
+    assert len(block.forward.programs) == 2  # train and eval
+
+
+def test_a_library_module_is_decorated_as_it_is():
+    iris.iris(1 << 20)
+    stack = nn.Sequential(nn.Linear(8, 1), nn.Sigmoid()).eval()
+    names, x = list(stack.state_dict()), torch.randn(4, 8)
+    assert iris.spmd(stack) is stack
+    assert list(stack.state_dict()) == names
+    seen = []
+    stack.register_forward_hook(lambda *_: seen.append(1))
+    with torch.no_grad():
+        before = stack(x)
+        stack.load_state_dict({name: torch.zeros_like(v) for name, v in stack.state_dict().items()})
+        assert_close(before, nn.Sequential.forward(stack, x) * 0 + before)
+        assert_close(stack(x), torch.full((4, 1), 0.5))
+    assert len(seen) == 2
+
+
+def test_a_copy_is_another_module():
+    iris.iris(1 << 20)
+    block = iris.spmd(Block())
+    other = copy.deepcopy(block)
+    other.linear.weight.data.zero_()
+    check(block)
+    check(other)
+
+
+def test_parameters_have_names_and_types_in_the_graph():
+    iris.iris(1 << 20)
+    block = iris.spmd(Block())
+    partition(block.linear, P())
+    with torch.no_grad():
+        text = block.forward.trace(torch.zeros(4, 8)).as_text()
+    assert "%self_linear_weight: f32[8, 8], %self_linear_bias: f32[8]" in text
+
+
+def test_training_is_refused_and_says_how_out():
+    iris.iris(1 << 20)
+    with pytest.raises(UnsupportedError) as error:
+        iris.spmd(Block())(torch.zeros(4, 8))
+    assert str(error.value) == (
+        "Block: an argument or parameter requires grad, and programs do not differentiate yet\n"
+        "help: call it under torch.no_grad() or torch.inference_mode()"
+    )
+
+
+def test_partition_of_an_unknown_tensor():
+    with pytest.raises(SpecError) as error:
+        partition(nn.Linear(2, 2), {"weigth": P("tp")})
+    assert str(error.value) == "Linear holds no tensor 'weigth'\nhelp: it holds bias, weight"
