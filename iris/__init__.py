@@ -35,6 +35,7 @@ from iris.logging import (  # noqa: E402
     set_logger_level as set_logger_level,
 )
 from iris.runtime.benching import do_bench as do_bench  # noqa: E402
+from iris.hf import parallelize as parallelize  # noqa: E402
 from iris.runtime.context import Iris as Iris, current as current, iris as iris  # noqa: E402
 from iris.runtime.launch import launch as launch  # noqa: E402
 from iris.spmd.collectives import (  # noqa: E402
@@ -49,6 +50,7 @@ from iris.spmd.collectives import (  # noqa: E402
 )
 from iris.spmd.decorator import spmd as spmd  # noqa: E402
 from iris.spmd.local import local_mesh as local_mesh  # noqa: E402
+from iris.spmd.drawing import draw as draw  # noqa: E402
 from iris.spmd.mesh import AbstractMesh as AbstractMesh, mesh as mesh  # noqa: E402
 from iris.spmd.specs import P as P  # noqa: E402
 

@@ -82,7 +82,7 @@ print(mlp.trace(x, w_up, w_down).as_text())
 #
 # * `f32[8/tp, 4]` has 8 rows in all, split over the ranks of `tp`.
 # * `f32[8, 4]` is whole on every rank, and the same on all of them.
-# * `f32[8, 4]+tp` is one term of a sum: the true value is the sum over `tp`, and that sum is still due.
+# * `f32[8, 4]+tp` is one term of a sum: the true value is the sum over `tp`, which is due.
 #
 # Look at the second `matmul`: both operands are split along the dim that is summed, so each rank
 # computes a term, and the type says `+tp`. `reduce_scatter` adds the terms and leaves each rank

@@ -412,7 +412,8 @@ def all_gather_matmul(rank, slot, x, w):
 
 def matmul_reduce_scatter(rank, slot, h, w):
     chunks = np.array_split(h, rank.world.size)
-    for peer in reversed(everyone(rank)):  # the furthest first: it is longest on its way
+    own, *others = everyone(rank)
+    for peer in (*others, own):  # the furthest first: it is longest on its way
         rank.put((slot, peer), product(chunks[peer], w))
     terms = {peer: rank.get(peer, (slot, rank.number)) for peer in everyone(rank)}
     return sum(terms[peer] for peer in sorted(terms))
@@ -442,8 +443,8 @@ WIRE = WORK = 0.0
 # | here | in iris |
 # | --- | --- |
 # | stand-ins with four operators | any PyTorch function, traced by `make_fx` |
-# | one axis, even splits | meshes of any number of axes, `torch.chunk` splits, `DTensor` placements |
-# | two equations in one pass | a list of passes, each verified; the reason is kept where nothing was fused |
+# | one axis, even splits | meshes of several axes, splits as `torch.chunk` makes them |
+# | two equations in one pass | a list of passes, each verified; reasons for what was not fused |
 # | `product(get(peer), w)` | one Triton kernel that waits for flags inside its tile loop |
 # | threads and dictionaries | processes and GPUs over a symmetric heap |
 # | replay of a list of nodes | replay of one CUDA graph |

@@ -6,9 +6,12 @@ Triton compiles from.
 """
 
 import copyreg
+import inspect
 import linecache
+import re
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -27,10 +30,27 @@ def _reduce(kernel: Any) -> Any:
         return getattr, (module, fn.__name__)
     options = {name: getattr(kernel, name) for name in _OPTIONS if getattr(kernel, name, None)}
     path = fn.__code__.co_filename
-    return _restore, (fn, path, linecache.getlines(path), options)
+    return _restore, (fn, path, linecache.getlines(path), options, _modules(fn))
 
 
-def _restore(fn: Callable[..., Any], path: str, lines: list[str], options: dict[str, Any]) -> Any:
+def _modules(fn: Callable[..., Any]) -> dict[str, Any]:
+    """Modules that the text of ``fn`` names. Triton reads annotations too, which code does not."""
+    words = set(re.findall(r"\w+", inspect.getsource(fn)))
+    return {
+        name: value
+        for name, value in fn.__globals__.items()
+        if name in words and isinstance(value, ModuleType)
+    }
+
+
+def _restore(
+    fn: Callable[..., Any],
+    path: str,
+    lines: list[str],
+    options: dict[str, Any],
+    modules: dict[str, Any],
+) -> Any:
+    fn.__globals__.update(modules)
     linecache.cache[path] = (sum(map(len, lines)), None, lines, path)
     fn.__code__ = fn.__code__.replace(co_filename=path)
     return triton.jit(fn, **options)

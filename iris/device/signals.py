@@ -13,7 +13,13 @@ Waits are bounded: see NOTE [Bounded waits] in watch.py.
 import triton.language as tl
 
 from iris.device import watch
-from iris.device.target import POLLS_PER_CHECK, clock, device_function, load_acquire
+from iris.device.target import (
+    POLLS_PER_CHECK,
+    clock,
+    device_function,
+    load_acquire,
+    together,
+)
 
 STATE = tl.constexpr(watch.STATE)
 LIMIT = tl.constexpr(watch.LIMIT)
@@ -33,14 +39,14 @@ def signal(ptr, epoch, mask=None):
 
     All that this program's threads stored before happens before what a waiter does after its wait.
     """
-    tl.debug_barrier()
+    together()
     tl.atomic_xchg(ptr, epoch, mask=mask, sem="release", scope="sys")
 
 
 @device_function
 def arrive(ptr, count=1):
     """Add ``count`` to the flag at ``ptr``: ``signal`` for programs of a rank that share a flag."""
-    tl.debug_barrier()
+    together()
     tl.atomic_add(ptr, count, sem="release", scope="sys")
 
 
@@ -77,7 +83,7 @@ def wait(ptr, epoch, record, stage=0, peer=-1, mask=None):
         _write(record, stage, peer, epoch, seen, mask)
     if (before != 0) | (state != 0):
         _tell_host(record)
-    tl.debug_barrier()
+    together()
     return state == 0
 
 

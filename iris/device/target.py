@@ -48,6 +48,26 @@ def _compiled_load_acquire(ptr: Any, mask: Any, _semantic: Any = None) -> Any:
     return tl.atomic_add(ptr, 0, mask=mask, sem="acquire", scope="sys", _semantic=_semantic)
 
 
+@tl.core.extern
+def _compiled_together(_semantic: Any = None) -> Any:
+    if _semantic.builder.options.backend_name != "cuda":
+        return tl.debug_barrier(_semantic=_semantic)
+    zero = _semantic.to_tensor(0)
+    return tl.inline_asm_elementwise(
+        "bar.sync 0; mov.u32 $0, $1;",
+        "=r,r,~{memory}",
+        [zero],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+        _semantic=_semantic,
+    )
+
+
+def _interpreted_together() -> None:
+    pass
+
+
 def _interpreted_clock(polls: Any) -> Any:
     time.sleep(_PAUSE_SECONDS)  # a waiting rank leaves its core to the rank it waits for
     return tl.cast(time.perf_counter_ns(), tl.int64)
@@ -57,6 +77,9 @@ def _interpreted_load_acquire(ptr: Any, mask: Any) -> Any:
     return tl.atomic_add(ptr, 0, mask=mask, sem="acquire", scope="sys")
 
 
+# All threads of the program meet. Unlike `tl.debug_barrier`, it does not keep Triton from pipelining
+# the loop that holds it.
+together = _interpreted_together if INTERPRETED.value else _compiled_together
 clock = _interpreted_clock if INTERPRETED.value else _compiled_clock
 load_acquire = _interpreted_load_acquire if INTERPRETED.value else _compiled_load_acquire
 

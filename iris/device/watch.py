@@ -56,6 +56,9 @@ class Watch:
         self._rank = rank
         self._stages: dict[int, tuple[str, tuple[int, ...]]] = {}
         self._reason: str | None = None
+        # Made now: allocating either can wait for a kernel that waits for ``abort``.
+        self._mark = torch.tensor([-1 - rank], pin_memory=record.is_cuda)
+        self._stream = torch.cuda.Stream(record.device) if record.is_cuda else None
 
     @classmethod
     def create(cls, ctx: "Iris", timeout: float) -> "Watch":
@@ -108,13 +111,12 @@ class Watch:
         For a watchdog that saw a peer die.
         """
         self._reason = reason
-        mark = torch.tensor([-1 - self._rank])
-        if not self.record.is_cuda:
-            self.record[:1] = mark
+        if self._stream is None:
+            self.record[:1] = self._mark
             return
-        with torch.cuda.stream(torch.cuda.Stream(self.record.device)):
-            self.record[:1].copy_(mark.pin_memory(), non_blocking=True)
-            torch.cuda.current_stream().synchronize()
+        with torch.cuda.stream(self._stream):
+            self.record[:1].copy_(self._mark, non_blocking=True)
+        self._stream.synchronize()
 
     def _explain(self, words: list[int]) -> tuple[str, str]:
         """Return the message and the way out for a record."""

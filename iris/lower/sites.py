@@ -79,9 +79,11 @@ class Site:
 
     def held(self, dim: int) -> Sequence[int]:
         """Rows of dim ``dim`` that each member has to give."""
-        if self.operand.spec[dim][-len(self.axes) :] != self.axes:
+        joined = self.node.out.type.local_shape(self.graph.mesh, self.place.coord)[dim]
+        split = self.operand.spec[dim][-len(self.axes) :] == self.axes
+        if not split and joined == self.shape[dim] * self.group.size:
             return [self.shape[dim]] * self.group.size
-        return self.shards(self.node.out.type.local_shape(self.graph.mesh, self.place.coord)[dim])
+        return self.shards(joined)
 
 
 class KernelCollective:

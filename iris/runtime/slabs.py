@@ -1,5 +1,6 @@
 """Slabs: one range of memory a rank, mapped into every rank. The heap cuts blocks out of it."""
 
+import os
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
@@ -164,6 +165,9 @@ def create_slab(kind: str, device: torch.device, world: Group, nbytes: int) -> S
 def _torch_symmetric(world: Group, nbytes: int, device: torch.device) -> Slab:
     """Let torch's symmetric memory provide the slab."""
     import torch.distributed as dist
+
+    # Ranks may share a GPU, which torch refuses by default.
+    os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     from torch.distributed import _symmetric_memory as symm_mem
 
     assert dist.group.WORLD is not None  # iris.iris() saw to it

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from iris.errors import TraceError
-from iris.graph.nodes import Arg, Graph, Node, Ref, Token, Value, map_refs
+from iris.graph.nodes import Arg, Graph, Node, Ref, Token, Value, map_refs, refs
 from iris.graph.ops import infer_node
 from iris.graph.ops.base import InferContext, Local
 from iris.graph.types import Mesh, TensorType
@@ -51,6 +51,7 @@ class Importer:
     _env: dict[Any, Arg] = field(default_factory=dict)
     _types: dict[str, TensorType] = field(default_factory=dict)
     _makers: dict[str, str] = field(default_factory=dict)
+    _lines: dict[str, str] = field(default_factory=dict)
     _captured_names: dict[int, str] = field(default_factory=dict)  # by id of the tensor
     _count: int = 0
     _seen: int = 0
@@ -169,7 +170,9 @@ class Importer:
         locals_ = [Local(dtype_name(t.dtype), tuple(t.shape)) for t in tensors]
         typed = tuple(map_refs(arg, self._type_of) for arg in args)
         typed_attrs = {key: map_refs(arg, self._type_of) for key, arg in attrs}
-        context = InferContext(self.mesh, self.coord, loc)
+        names = refs((*args, *(value for _, value in attrs)))
+        sources = [(name, self._lines.get(name, "")) for name in names]
+        context = InferContext(self.mesh, self.coord, loc, sources)
         types = infer_node(op, context, typed, typed_attrs, locals_)
         if self.context.uneven and op.partition(".")[0] in FILLED:
             types = tuple(replace(t, varying=self.mesh.names) for t in types)
@@ -178,10 +181,11 @@ class Importer:
         for value in values:
             self._types[value.name] = value.type
             self._makers[value.name] = op
-        refs = iter(values)
+            self._lines[value.name] = loc
+        made = iter(values)
         if not many:
-            return Ref(next(refs).name)
-        return tuple(Ref(next(refs).name) if isinstance(t, Tensor) else None for t in results)
+            return Ref(next(made).name)
+        return tuple(Ref(next(made).name) if isinstance(t, Tensor) else None for t in results)
 
     def _type_of(self, name: str) -> Any:
         return self._types[name]

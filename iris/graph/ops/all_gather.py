@@ -8,7 +8,7 @@ import numpy as np
 from iris.graph.nodes import Node
 from iris.graph.ops.base import Effect, InferContext, Local, Op, PerRank, TypedArg, register
 from iris.graph.ops.groups import group_axes, group_dim, per_group, reject_partial
-from iris.graph.ops.rules import axes_of, group_size, refuse, settle
+from iris.graph.ops.rules import axes_of, group_size, refuse, settle, shard_sizes
 from iris.graph.types import Mesh, TensorType
 
 
@@ -16,7 +16,8 @@ from iris.graph.types import Mesh, TensorType
 class AllGather(Op):
     """Give every rank of ``axis`` the whole of ``dim``: ``f32[8/tp, 4] -> f32[8, 4]``.
 
-    A varying value is stacked as it is: ``f32[2, 4]~tp -> f32[8, 4]`` on four ranks.
+    A varying value is stacked as it is: ``f32[2, 4]~tp -> f32[8, 4]`` on four ranks; or, where the program said how many
+    rows there are in all and this rank's are its shard of them, ``f32[2, 4]~tp -> f32[7, 4]``.
     """
 
     name = "all_gather"
@@ -37,11 +38,24 @@ class AllGather(Op):
             return (x.with_dim(dim, x.shape[dim], x.spec[dim][: -len(axes)]),)
         self._check_varying(ctx, x, axes, dim)
         size, shape = group_size(ctx.mesh, axes), ctx.local(x)
-        stacked = (*shape[:dim], shape[dim] * size, *shape[dim + 1 :])
+        rows = self._rows(ctx, axes, shape[dim], locals[0].shape[dim] if locals else None)
+        stacked = (*shape[:dim], rows, *shape[dim + 1 :])
         dims = [*zip(x.shape, x.spec, strict=True)]
-        dims[dim] = (x.shape[dim] * size, x.spec[dim])
+        dims[dim] = (rows if rows != shape[dim] * size else x.shape[dim] * size, x.spec[dim])
         lost = set(x.varying) - set(axes)
         return (settle(ctx, dims, Local(x.dtype, stacked), x.partial, lost),)
+
+    def _rows(
+        self, ctx: InferContext, axes: tuple[str, ...], held: int, told: int | None
+    ) -> int:
+        """Rows after gathering ``held`` rows of each rank; ``told``, if shards of that many rows are what this rank holds."""
+        if told is not None and told != held * group_size(ctx.mesh, axes):
+            index = 0
+            for axis in axes:
+                index = index * ctx.mesh.size(axis) + ctx.coord[axis]
+            if shard_sizes(told, ctx.mesh, axes)[index] == held:
+                return told
+        return held * group_size(ctx.mesh, axes)
 
     def _check_varying(
         self, ctx: InferContext, x: TensorType, axes: tuple[str, ...], dim: int

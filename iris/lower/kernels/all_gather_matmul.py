@@ -71,29 +71,29 @@ def push_rows(x, m, K, staging, row, ld, state, S: tl.constexpr):
 @device_function
 def _begin(env, row, column, T: tl.constexpr):
     """Wait for the ranks whose rows the tile at ``row`` needs."""
-    flags, M, shard, epoch, state, limit, _, _, _ = env
+    flags, M, shard, epoch, watch, _, _, _ = env
     last = tl.minimum(row + T.block_m, M) - 1
-    wait_members(flags, row // shard, last // shard, epoch, state, limit, T.world, T.lanes, 1)
+    wait_members(flags, row // shard, last // shard, epoch, watch, T.lanes)
 
 
 @device_function
 def _emit(env, tiles, row, column, epilogue, T: tl.constexpr):
-    _, M, _, _, _, _, N, out, args = env
+    _, M, _, _, _, N, out, args = env
     finish_piece(tiles, row, column, out, M, N, epilogue, args, T)
 
 
 @device_function
 def _weight(index, a, b, b2, N, out, K, plan, number, wait_for, epilogue, args, T: tl.constexpr):
-    flags, M, shard, epoch, state, limit = wait_for
+    flags, M, shard, epoch, watch = wait_for
     heads, table, scratch, counts, members = plan
-    env = (flags, M, shard, epoch, state, limit, N, out, args)
+    env = (flags, M, shard, epoch, watch, N, out, args)
     plan = (heads + 3 * index, table, scratch, counts, epoch, members)
     run_segments(a, b, b2, K, plan, number, _begin, _emit, nothing, env, epilogue, T)
 
 
-@triton.jit(do_not_specialize=["dry", "m", "rank", "limit"])
+@triton.jit(do_not_specialize=["dry", "m", "rank", "stage"])
 def _kernel(
-    dry, x, x_row, x_column, m, staging, flags, state, limit, rank, M, K, ld, shard, a_desc,
+    dry, x, x_row, x_column, m, staging, flags, state, record, stage, rank, M, K, ld, shard, a_desc,
     heads, table, scratch, counts,
     b0, b0_row, b0_k, N0, out0, out0_row, out0_column,
     b1, b1_row, b1_k, N1, out1, out1_row, out1_column,
@@ -113,7 +113,7 @@ def _kernel(
             a = (peer(staging, rank, T.dtype), half + M, ld, 1, half)
         else:
             a = (a_desc, M, ld, 1, half)
-        wait_for = (mine, M, shard, epoch, state, limit)
+        wait_for = (mine, M, shard, epoch, (record, stage))
         plan = (heads, table, scratch, counts, team(state))
         w0 = (b0, N0, b0_row, b0_k)
         w1 = (b1, N1, b1_row, b1_k)
@@ -166,7 +166,7 @@ def _kernel(
                 T,
             )
         if T.meet:
-            meet(mine, number, epoch, state, limit, T.world, T.lanes)
+            meet(mine, number, epoch, (record, stage), T.world, T.lanes)
         leave(state, epoch)
 
 
@@ -272,7 +272,7 @@ class AllGatherMatmul:
         shard = shard_rows(self.M, self.group.size)
         a = operand(self.gathered, a_mode, T.block_m, T.block_k) if a_mode else None
         _kernel[(share.programs,)](
-            dry, x, *x.stride(), x.shape[0], work.staging, work.flags, work.state, work.limit, self.group.index,
+            dry, x, *x.stride(), x.shape[0], work.staging, work.flags, work.state, *work.watch, self.group.index,
             self.M, self.K, self.ld, shard, a, share.heads, share.table, share.scratch, share.counts, *slots, args,
             self.epilogue, T, num_warps=self.config.warps, num_stages=self.config.stages,
         )  # fmt: skip

@@ -58,10 +58,10 @@ def _sum_block(slots, M, N, ld, rows, mask, R: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["dry", "rank", "limit", "M", "blocks"])
+@triton.jit(do_not_specialize=["dry", "rank", "stage", "M", "blocks"])
 def all_reduce_norm_kernel(
     dry, x, x_row, residual, residual_row, weight, eps, out, out_row, summed, summed_row,
-    staging, flags, state, limit, rank, M, N, ld, blocks, R: tl.constexpr,
+    staging, flags, state, record, stage, rank, M, N, ld, blocks, R: tl.constexpr,
 ):  # fmt: skip
     if dry == 0:
         epoch, number = enter(state)
@@ -78,7 +78,8 @@ def all_reduce_norm_kernel(
             rows = block * R.rows + tl.arange(0, R.rows)
             mask = (rows < M)[:, None] & (columns < N)[None, :]
             r = rows.to(tl.int64)[:, None]
-            wait(mine + members * blocks + block, members < R.world, epoch, state, limit)
+            flag = mine + members * blocks + block
+            wait(flag, members, members < R.world, epoch, (record, stage))
             total = _sum_block(slots, M, N, ld, rows, mask, R).to(R.dtype)
             if residual is not None:
                 at = residual + r * residual_row + columns[None, :]
@@ -147,7 +148,7 @@ class AllReduceNorm:
         all_reduce_norm_kernel[(self.programs,)](
             dry, x, x.stride(0), residual, 0 if residual is None else residual.stride(0), weight,
             self.eps, out, out.stride(0), summed, 0 if summed is None else summed.stride(0),
-            work.staging, work.flags, work.state, work.limit, self.group.index, self.M, self.N,
+            work.staging, work.flags, work.state, *work.watch, self.group.index, self.M, self.N,
             round_up(self.N, 16), self.blocks, self.R, num_warps=8,
         )  # fmt: skip
 

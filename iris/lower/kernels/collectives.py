@@ -107,7 +107,7 @@ class Exchange:
             vector = 1
         exchange_kernel[(self.programs,)](
             dry, x.view(self.carrier), *box, out.view(self.carrier), self.pieces,
-            self.blocks, x.numel(), self.share, work.staging, self.sums, work.flags, work.state, work.limit,
+            self.blocks, x.numel(), self.share, work.staging, self.sums, work.flags, work.state, *work.watch,
             self.group.index, self.half, self.half_sums, replace(self.moves, vector=vector),
             num_warps=8,
         )  # fmt: skip

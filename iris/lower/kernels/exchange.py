@@ -142,10 +142,10 @@ def _take_pieces(out, pieces, blocks, start, source, number, state, X: tl.conste
         block = ticket(state, 2) + tl.num_programs(0)
 
 
-@triton.jit(do_not_specialize=["dry", "rank", "limit", "blocks"])
+@triton.jit(do_not_specialize=["dry", "rank", "stage", "blocks"])
 def exchange_kernel(
     dry, x, rows, width, n1, n2, n3, s0, s1, s2, s3, s4, out, pieces, blocks, numel, share,
-    staging, sums, flags, state, limit, rank, half, half_sums, X: tl.constexpr,
+    staging, sums, flags, state, record, stage, rank, half, half_sums, X: tl.constexpr,
 ):  # fmt: skip
     if dry == 0:
         epoch, number = enter(state)
@@ -157,7 +157,7 @@ def exchange_kernel(
         copied, total = _publish_operand(x, box, own, state, X)
         if finished(state, 0, copied, total, number):
             publish(flags, rank, epoch, X.world, X.lanes)
-        wait_members(mine, 0, X.world - 1, epoch, state, limit, X.world, X.lanes, 1)
+        wait_members(mine, 0, X.world - 1, epoch, (record, stage), X.lanes)
         if X.two_shot:
             start_sums = parity * half_sums
             first = tl.minimum(rank.to(tl.int64) * share, numel)
@@ -167,7 +167,7 @@ def exchange_kernel(
             if finished(state, 1, done, total, number):
                 publish(flags, X.world + rank, epoch, X.world, X.lanes)
             mine += X.world
-            wait_members(mine, 0, X.world - 1, epoch, state, limit, X.world, X.lanes, 1)
+            wait_members(mine, 0, X.world - 1, epoch, (record, stage), X.lanes)
             _take_pieces(out, pieces, blocks, start_sums, sums, number, state, X)
         else:
             _take_pieces(out, pieces, blocks, start, staging, number, state, X)

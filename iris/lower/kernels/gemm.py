@@ -19,8 +19,7 @@ comes last adds up all of them. Either way parts are added in their order. Count
 
 import triton.language as tl
 
-from iris.device.target import device_function
-from iris.lower.kernels.protocol import together
+from iris.device.target import device_function, together
 from iris.lower.kernels.schedule import SEGMENT_WORDS as _SEGMENT_WORDS
 
 SEGMENT_WORDS = tl.constexpr(_SEGMENT_WORDS)

@@ -11,20 +11,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from iris import config
-from iris.errors import TimeoutError
 from iris.lower.kernels.config import TRITON_DTYPES, GemmConfig, Tiling
 from iris.lower.kernels.protocol import STATE_WORDS
 from iris.lower.kernels.schedule import make_schedule, tile_order
 
 POINTERS, TMA_K, TMA_R = 0, 1, 2  # as in gemm.py
-# How often a waiting program looks at its flags in a second, at most: sets how long a bounded wait may take.
-_LOOKS_A_SECOND = {"cpu": 20_000, "cuda": 2_000_000}
 
 
 class GroupLike(Protocol):
     """What a stage needs of a group of ranks (`iris.runtime.groups.Group`)."""
 
+    ranks: tuple[int, ...]
     index: int
     size: int
 
@@ -64,6 +61,7 @@ class Workspace:
     """Symmetric staging (two halves of ``half`` bytes) and flags of one stage, with its local counters.
 
     ``staging`` and ``flags`` are int64[size]: where every member's are, as addressed from this process.
+    ``watch`` is what bounded waits take: the rank's record, and this stage's number.
     """
 
     def __init__(self, ctx: Any, group: GroupLike, half: int, flags: int, what: str) -> None:
@@ -76,25 +74,11 @@ class Workspace:
         self.flags = torch.tensor(self.block.peers, dtype=torch.int64, device=self.device)
         self.staging = self.flags + flag_bytes
         self.state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=self.device)
-        self.what = what
+        self.watch = (ctx.watch.record, ctx.watch.stage(what, group.ranks))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         # No rank may set a flag before its owner has zeroed it.
         group.sync(zlib.crc32(what.encode()) & 0x7FFFFFFF, what)
-
-    @property
-    def limit(self) -> int:
-        """Looks that a bounded wait takes before it gives up."""
-        return min(2**31 - 2048, int(config.timeout() * _LOOKS_A_SECOND[self.device.type]))
-
-    def check(self) -> None:
-        """Raise ``iris.TimeoutError`` if a launch gave up waiting for a peer. Waits for the device."""
-        failed = int(self.state[3])
-        if failed:
-            raise TimeoutError(
-                f"{self.what}: a peer's data of epoch {failed - 1} did not arrive within {config.timeout():g} s",
-                help="see whether every rank runs the same program; IRIS_TIMEOUT sets the limit",
-            )
 
 
 def operand_mode(x: Tensor, tma: bool) -> int:

@@ -64,7 +64,7 @@ def _sent_sums(env, item, T: tl.constexpr):
 
 @device_function
 def _collect(
-    sums, first_flag, shard, M, N, ld, mine, epoch, state, limit, rank, out, after, T: tl.constexpr
+    sums, first_flag, shard, M, N, ld, mine, epoch, state, watch, rank, out, after, T: tl.constexpr
 ):
     """Store ``after`` of all ranks' sums, by ticket, beginning with this rank's."""
     RUN: tl.constexpr = T.run * T.rows
@@ -80,7 +80,8 @@ def _collect(
         first = owner * shard
         end = tl.minimum(row + RUN, tl.minimum(shard, M - first))
         if row < end:
-            wait(mine + (first_flag + owner * each + item + lane), lane < 1, epoch, state, limit)
+            flag = mine + (first_flag + owner * each + item + lane)
+            wait(flag, owner + lane, lane < 1, epoch, watch)
         column = item % across * T.columns
         columns = column + tl.arange(0, T.columns)
         while row < end:
@@ -101,9 +102,9 @@ def _collect(
         number = ticket(state, 1)
 
 
-@triton.jit(do_not_specialize=["dry", "rank", "limit"])
+@triton.jit(do_not_specialize=["dry", "rank", "stage"])
 def _kernel(
-    dry, a, a_row, a_k, b, b_row, b_k, out, out_row, out_column, staging, sums, flags, state, limit, rank, M, N, K, ld, shard,
+    dry, a, a_row, a_k, b, b_row, b_k, out, out_row, out_column, staging, sums, flags, state, record, stage, rank, M, N, K, ld, shard,
     heads, table, scratch, counts, args, after: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     if dry == 0:
@@ -143,7 +144,7 @@ def _kernel(
                 mine,
                 epoch,
                 state,
-                limit,
+                (record, stage),
                 finish_sum,
                 no_news,
                 sink,
@@ -169,7 +170,7 @@ def _kernel(
                 mine,
                 epoch,
                 state,
-                limit,
+                (record, stage),
                 _send_sum,
                 _sent_sums,
                 send,
@@ -187,7 +188,7 @@ def _kernel(
                 mine,
                 epoch,
                 state,
-                limit,
+                (record, stage),
                 rank,
                 sink,
                 after,
@@ -253,7 +254,7 @@ class MatmulAllReduce:
         config = config or default_config(M, N, dtype, device)
         part = part_dtype or (torch.int32 if dtype == torch.int8 else dtype)
         T = part_tiling(config, W, dtype, part, M if one_shot else shard, N, device).with_modes(
-            one_shot=one_shot, announced=True
+            one_shot=one_shot, awaited=not one_shot, announced=True
         )
         row_bytes = round_up(N, 16) * part.itemsize
         parts = W * (M if one_shot else shard) * row_bytes
@@ -282,7 +283,7 @@ class MatmulAllReduce:
         _kernel[(share.programs,)](
             dry, operand(x, T.a_mode, T.block_m, T.block_k), *x.stride(),
             operand(w.T, T.b_mode, T.block_n, T.block_k), *w.T.stride(), out, *out.stride(),
-            work.staging, self.sums, work.flags, work.state, work.limit, group.index, self.M, self.N, self.K,
+            work.staging, self.sums, work.flags, work.state, *work.watch, group.index, self.M, self.N, self.K,
             round_up(self.N, 16), shard_rows(self.M, group.size), share.heads, share.table, share.scratch, share.counts,
             args, self.after, T, num_warps=self.config.warps, num_stages=self.config.stages,
         )  # fmt: skip

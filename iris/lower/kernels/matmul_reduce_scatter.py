@@ -45,9 +45,9 @@ def _done(env, row, column, T: tl.constexpr):
     announce_tile(row, column, rank, shard, M, N, flags, epoch, False, T)
 
 
-@triton.jit(do_not_specialize=["dry", "m", "rank", "limit"])
+@triton.jit(do_not_specialize=["dry", "m", "rank", "stage"])
 def _kernel(
-    dry, a, a_row, a_k, b, b_row, b_k, out, out_row, out_column, staging, flags, state, limit, rank, m, M, N, K, ld, shard,
+    dry, a, a_row, a_k, b, b_row, b_k, out, out_row, out_column, staging, flags, state, record, stage, rank, m, M, N, K, ld, shard,
     heads, table, scratch, counts, args, after_args, epilogue: tl.constexpr, after: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     if dry == 0:
@@ -75,7 +75,7 @@ def _kernel(
             mine,
             epoch,
             state,
-            limit,
+            (record, stage),
             finish_sum,
             no_news,
             sink,
@@ -83,7 +83,7 @@ def _kernel(
             T,
         )
         if T.meet:
-            meet(mine, number, epoch, state, limit, T.world, T.lanes)
+            meet(mine, number, epoch, (record, stage), T.world, T.lanes)
         leave(state, epoch)
 
 
@@ -171,7 +171,7 @@ class MatmulReduceScatter:
         _kernel[(share.programs,)](
             dry, operand(x, T.a_mode, T.block_m, T.block_k), *x.stride(),
             operand(w.T, T.b_mode, T.block_n, T.block_k), *w.T.stride(), out, *out.stride(),
-            work.staging, work.flags, work.state, work.limit, group.index, rows_of(self.M, group.size, group.index),
+            work.staging, work.flags, work.state, *work.watch, group.index, rows_of(self.M, group.size, group.index),
             self.M, self.N, self.K, round_up(self.N, 16), shard_rows(self.M, group.size),
             share.heads, share.table, share.scratch, share.counts, args, after_args, self.epilogue, self.after, T,
             num_warps=self.config.warps, num_stages=self.config.stages,

@@ -13,12 +13,10 @@ take their number in the order they start (``enter``). Work that others wait for
 the programs that have started by the time the first one asks. One that starts later finds no such work.
 """
 
-from typing import Any
-
-import triton
 import triton.language as tl
 
-from iris.device.target import INTERPRETED, device_function
+from iris.device import signals
+from iris.device.target import INTERPRETED, device_function, together
 
 # Words of a stage's local state (int32). EPOCH grows; the last program of a launch sets the others back to 0.
 EPOCH = tl.constexpr(0)
@@ -29,30 +27,6 @@ FAILED = tl.constexpr(3)
 TICKETS = tl.constexpr(4)
 STATE_WORDS = 16
 PATIENCE = tl.constexpr(0 if INTERPRETED.value else 8)
-
-
-@tl.core.extern
-def _compiled_together(_semantic: Any = None) -> None:
-    if _semantic.builder.options.backend_name != "cuda":
-        return tl.debug_barrier(_semantic=_semantic)
-    zero = _semantic.to_tensor(0)
-    tl.inline_asm_elementwise(
-        "bar.sync 0; mov.u32 $0, $1;",
-        "=r,r,~{memory}",
-        [zero],
-        tl.int32,
-        is_pure=False,
-        pack=1,
-        _semantic=_semantic,
-    )
-
-
-def _interpreted_together() -> None:
-    pass
-
-
-# All threads of this program meet. Unlike ``tl.debug_barrier``, it does not keep Triton from pipelining the loop that holds it.
-together = _interpreted_together if INTERPRETED.value else _compiled_together
 
 
 @device_function
@@ -70,9 +44,7 @@ def leave(state, epoch):
     before = tl.atomic_add(state + ARRIVED, 1, sem="acq_rel", scope="gpu")
     if before == tl.num_programs(0) - 1:
         words = tl.arange(0, 16)
-        tl.store(
-            state + words, tl.zeros((16,), tl.int32), mask=(words != EPOCH) & (words != FAILED)
-        )
+        tl.store(state + words, tl.zeros((16,), tl.int32), mask=words != EPOCH)
         tl.store(state + EPOCH, epoch + 1)
 
 
@@ -138,38 +110,20 @@ def publish_to(flags, first, last, index, epoch, LANES: tl.constexpr):
 
 
 @device_function
-def _behind(words, valid, epoch):
-    """How many epochs the slowest flag is short of ``epoch + 1``; 0 or less when none is."""
-    seen = tl.atomic_add(words, 0, mask=valid, sem="acquire", scope="sys")
-    return tl.max(tl.where(valid, epoch + 1 - seen, 0), axis=0)
+def wait(words, members, valid, epoch, watch):
+    """Wait until the flags at ``words`` say ``epoch + 1``: of those ``members`` that are ``valid``.
 
-
-@device_function
-def wait(words, valid, epoch, state, limit):
-    """Wait until every flag in ``words`` says ``epoch + 1``. Reads after it see what was stored before the flags were set.
-
-    After ``limit`` looks it gives up: ``state[FAILED]`` then holds ``epoch + 1``, and no later wait of the stage waits.
+    Reads after it see what was stored before the flags were set. ``watch`` is (record, stage): see NOTE
+    [Bounded waits] in `iris.device.watch`. A wait that runs out returns too; the host will raise.
     """
-    behind = _behind(words, valid, epoch)
-    looks = 0
-    while (behind > 0) & (looks < limit):
-        behind = _behind(words, valid, epoch)
-        looks += 1
-        if looks % 1024 == 0:
-            if tl.load(state + FAILED, volatile=True) != 0:
-                looks = limit
-    if behind > 0:
-        tl.store(state + FAILED, epoch + 1)
+    signals.wait(words, epoch + 1, watch[0], watch[1], members, valid)
 
 
 @device_function
-def wait_members(
-    flags, first, last, epoch, state, limit, W: tl.constexpr, LANES: tl.constexpr, STEP
-):
-    """Wait for flag ``flags[m * STEP]`` of the members ``first <= m <= last``."""
+def wait_members(flags, first, last, epoch, watch, LANES: tl.constexpr):
+    """Wait for the flags ``flags[m]`` of the members ``first <= m <= last``."""
     members = tl.arange(0, LANES)
-    valid = (members >= first) & (members <= last) & (members < W)
-    wait(flags + members * STEP, valid, epoch, state, limit)
+    wait(flags + members, members, (members >= first) & (members <= last), epoch, watch)
 
 
 @device_function
@@ -180,7 +134,7 @@ def greet(flags, rank, number, epoch, W: tl.constexpr, LANES: tl.constexpr):
 
 
 @device_function
-def meet(flags, number, epoch, state, limit, W: tl.constexpr, LANES: tl.constexpr):
+def meet(flags, number, epoch, watch, W: tl.constexpr, LANES: tl.constexpr):
     """Let program 0 wait for every member, in a launch whose work may not."""
     if number == 0:
-        wait_members(flags, 0, W - 1, epoch, state, limit, W, LANES, 1)
+        wait_members(flags, 0, W - 1, epoch, watch, LANES)

@@ -49,7 +49,7 @@ def announce_tile(row, column, rank, shard, M, N, flags, epoch, ALL: tl.constexp
 
 
 @device_function
-def wait_tiles(row, last_row, column, M, N, mine, epoch, state, limit, T: tl.constexpr):
+def wait_tiles(row, last_row, column, M, N, mine, epoch, watch, T: tl.constexpr):
     """Wait for all members' parts of the tiles that hold output rows ``row .. last_row`` at ``column``."""
     LANES: tl.constexpr = T.lanes
     across = tl.cdiv(N, T.block_n)
@@ -58,7 +58,7 @@ def wait_tiles(row, last_row, column, M, N, mine, epoch, state, limit, T: tl.con
     tile_row = row // T.block_m
     while tile_row <= last_row // T.block_m:
         at = T.world + members * tiles + (tile_row * across + column // T.block_n)
-        wait(mine + at, members < T.world, epoch, state, limit)
+        wait(mine + at, members, members < T.world, epoch, watch)
         tile_row += 1
 
 
@@ -85,7 +85,7 @@ def sum_rows(
     mine,
     epoch,
     state,
-    limit,
+    watch,
     store,
     summed,
     env,
@@ -110,7 +110,7 @@ def sum_rows(
         row = item // across * RUN
         column = item % across * T.columns
         end = tl.minimum(row + RUN, m)
-        wait_tiles(first_row + row, first_row + end - 1, column, M, N, mine, epoch, state, limit, T)
+        wait_tiles(first_row + row, first_row + end - 1, column, M, N, mine, epoch, watch, T)
         columns = column + tl.arange(0, T.columns)
         while row < end:
             rows = row + tl.arange(0, T.rows)

@@ -1,0 +1,217 @@
+"""Models of transformers over ranks: the tokens and logits of one process, whatever divides and whatever does not."""
+
+import pytest
+import torch
+
+import iris
+from iris.generate import __main__ as command
+from iris.generate import models
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+transformers = pytest.importorskip("transformers")
+TOKENS = 6
+KINDS = {
+    "llama": {"tie_word_embeddings": True},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": False},  # biases on q, k and v
+    "qwen3": {"head_dim": 8},  # norms of heads
+}
+
+
+def tiny(kind, heads=9, kv_heads=3, **options):
+    """A small model with random weights, the same in every process."""
+    config = transformers.AutoConfig.for_model(
+        kind,
+        vocab_size=61,
+        hidden_size=8 * heads,
+        intermediate_size=50,
+        num_hidden_layers=3,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+        **(KINDS[kind] | options),
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():  # larger than they are initialised: clear winners
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+def ask(model, ids, mask=None, tokens=TOKENS, **options):
+    """Greedy tokens and the logits of every step."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    found = model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=tokens,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **({"do_sample": False} | options),
+    )
+    return found.sequences, torch.stack(found.logits)
+
+
+def check(by_rank, expected, close=1e-4):
+    """Every rank gave the expected tokens and logits for every prompt."""
+    for found in by_rank:
+        for (tokens, logits), (others, other_logits) in zip(found, expected, strict=True):
+            assert torch.equal(tokens, others)
+            torch.testing.assert_close(logits, other_logits, rtol=close, atol=close)
+
+
+def _tiny(kind, heads, kv_heads, prompts):
+    iris.iris(1 << 24)
+    model = iris.parallelize(tiny(kind, heads, kv_heads))
+    return [ask(model, *prompt) for prompt in prompts]
+
+
+def prompts():
+    """One prompt, a longer one, and a batch of two lengths, padded on the left."""
+    draw = torch.Generator().manual_seed(1)
+    ids = [torch.randint(2, 61, shape, generator=draw) for shape in ((1, 5), (1, 33), (2, 9))]
+    mask = torch.ones_like(ids[2])
+    mask[0, :4] = ids[2][0, :4] = 0
+    return [(ids[0], None), (ids[1], None), (ids[2], mask)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_heads_that_do_not_divide(ranks, world):
+    expected = [ask(tiny("llama"), *prompt) for prompt in prompts()]
+    check(ranks(world).run(_tiny, "llama", 9, 3, prompts(), timeout=110), expected)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
+def test_other_models_of_the_family(ranks, kind):
+    expected = [ask(tiny(kind, 4, 2), *prompt) for prompt in prompts()]
+    # On four ranks the two key heads are repeated.
+    check(ranks(4).run(_tiny, kind, 4, 2, prompts(), timeout=110), expected)
+
+
+def test_sampling_beams_and_caches_across_calls(ranks):
+    ids = prompts()[0][0]
+
+    def run(ids, parallel):
+        if parallel:
+            iris.iris(1 << 24)
+        model = iris.parallelize(tiny("llama")) if parallel else tiny("llama")
+        torch.manual_seed(7)
+        sampled = ask(model, ids, do_sample=True, temperature=1.5)
+        beams = ask(model, ids, num_beams=3)[0]
+        with torch.no_grad():
+            whole = model(ids).logits
+            first = model(ids[:, :3])
+            rest = model(ids[:, 3:], cache=first.cache).logits
+        torch.testing.assert_close(rest, whole[:, 3:], rtol=1e-4, atol=1e-4)
+        return sampled, beams
+
+    expected = run(ids, False)
+    for sampled, beams in ranks(2).run(run, ids, True, timeout=110):
+        check([[sampled]], [expected[0]])
+        assert torch.equal(beams, expected[1])
+
+
+def test_explain_counts_every_collective(ranks):
+    def run(ids):
+        iris.iris(1 << 24)
+        model = iris.parallelize(tiny("llama"))
+        ask(model, ids)
+        return iris.hf.explain(model)
+
+    summary = ranks(2).run(run, prompts()[0][0], timeout=110)[0]
+    counts = {(row.program, row.collective): (row.fused, row.total) for row in summary.fused}
+    assert counts == {  # two sums a layer and the embedding's; the gather of logits
+        ("prefill 1x16", "all_reduce"): (7, 7),
+        ("prefill 1x16", "all_gather"): (1, 1),
+        ("decode 1x1, cache of 64", "all_reduce"): (7, 7),
+        ("decode 1x1, cache of 64", "all_gather"): (1, 1),
+    }
+    assert "decode 1x1, cache of 64" in str(summary)
+
+
+def test_layers_of_one_form_are_traced_once(ranks):
+    def run(ids):
+        iris.iris(1 << 24)
+        model = iris.parallelize(tiny("llama"))
+        calls = []
+        for layer in model.model.layers:
+            layer.register_forward_hook(lambda *_, number=len(calls): calls.append(number))
+        first, second, _ = model.model.layers
+        second._forward_hooks = first._forward_hooks
+        with torch.no_grad():
+            model(ids)
+        return len(calls)
+
+    assert ranks(1).run(run, prompts()[0][0], timeout=110) == [2]
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: torch.nn.Linear(2, 2),
+            "iris.parallelize does not know the form of Linear (Linear)\n"
+            "help: it knows causal language models of llama, mistral, qwen2, qwen3; build others from iris.nn",
+        ),
+        (
+            lambda: tiny("mistral", sliding_window=8),
+            "MistralForCausalLM attends through a sliding window of 8 rows\n"
+            "help: set config.sliding_window = None where contexts are shorter than that",
+        ),
+    ],
+)
+def test_a_model_of_another_form_is_refused(make, text):
+    with pytest.raises(iris.UnsupportedError) as error:
+        iris.parallelize(make())
+    assert str(error.value) == text
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    """The real model to build, its chat prompts, and the same model on one process."""
+    model, encode = models.load("smollm2")
+    whole = transformers.AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
+    names = [name for name in whole.state_dict() if name != "lm_head.weight"]
+    whole.load_state_dict({name: model.weights[name][:] for name in names}, strict=False)
+    return model, encode, whole
+
+
+def _real(model, prompts, tokens):
+    iris.iris(1 << 28)
+    torch.set_num_threads(1)
+    built = model.build()
+    return [ask(built, ids, tokens=tokens) for ids in prompts]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_real_model(ranks, smollm2, world):
+    model, encode, whole = smollm2
+    asked = [torch.tensor([encode(text)]) for text in ("What is the capital of France?", "Hi!")]
+    expected = [ask(whole, ids, tokens=4) for ids in asked]
+    check(ranks(world).run(_real, model, asked, 4, timeout=280), expected, close=1e-3)
+
+
+@pytest.mark.timeout(300)
+def test_the_command_streams(smollm2, monkeypatch, capfd):
+    model, encode, _ = smollm2
+    monkeypatch.setattr(models, "load", lambda name: (model, encode))
+    prompt = "What is the capital of France?"
+    assert command.main(["--ranks", "2", "--tokens", "12", "--prompt", prompt]) == 0
+    shown = capfd.readouterr().out
+    assert "The capital of France is Paris.\n" in shown
+    assert "61 of 61" in shown
+    assert "tokens/s" in shown
+
+
+def test_the_command_says_what_it_cannot_find(capfd):
+    assert command.main(["--model", "nowhere"]) == 1
+    assert "there is no model at nowhere" in capfd.readouterr().out
