@@ -6,14 +6,10 @@ def patch():
     d="/tmp/expk"; shutil.rmtree(d,ignore_errors=True); shutil.copytree("iris",d+"/iris")
     k=d+"/iris/lower/kernels/"
     s=open(k+"protocol.py").read()
-    s=s.replace("STATE_WORDS = 16\n","STATE_WORDS = 16 + 256\n")
-    s=s.replace("        words = tl.arange(0, 16)\n","        tl.atomic_add(state + 16 + tl.load(state + TEAM), 1)\n        words = tl.arange(0, 16)\n")
-    open(k+"protocol.py","w").write(s)
     return d
 def worker(rank,q,port,d):
     try:
         sys.path.insert(0,d)
-        m=types.ModuleType("iris"); m.__path__=[d+"/iris"]; sys.modules["iris"]=m
         import torch, torch.distributed as dist
         faulthandler.dump_traceback_later(LIMIT-5,exit=True)
         torch.cuda.set_device(0)
@@ -22,7 +18,7 @@ def worker(rank,q,port,d):
         from iris.bench import stages as S, timing
         from types import SimpleNamespace
         from iris.lower.kernels.config import GemmConfig
-        ctx,group=SimpleNamespace(heap=S.SymmetricHeap()),S.World()
+        import iris; ctx=iris.iris(4<<30); group=ctx.world
         _,handle=S.symmetric(64)
         align=lambda: handle.barrier()
         say=lambda s: q.put(s) if rank==0 else None
@@ -48,7 +44,7 @@ def worker(rank,q,port,d):
                     st=S.MatmulReduceScatter.create(ctx,group,M=M,N=hid,K=inn//W,dtype=x.dtype,config=cfg); f=lambda dry=0: st(x,w,out=out,dry=dry)
                 f(1); torch.cuda.synchronize(); dist.barrier()
                 t=timing.time_graph(f,align)
-                h=st.workspace.state[16:16+NS+1].tolist(); tot=sum(h)
+                h=[1]; tot=1
                 q.put(f"rank {rank} {name}{M} programs {progs or NS} {t.median:.0f} [{t.low:.0f} {t.high:.0f}] team sizes "+" ".join(f"{i}:{v*100/tot:.1f}%" for i,v in enumerate(h) if v))
                 dist.barrier()
         if "ar" in WHAT:
@@ -97,12 +93,28 @@ def worker(rank,q,port,d):
                 torch.cuda.synchronize()
                 line.append(f"all_gather {timing.time_graph(lambda: ag(x,out=og),align).median:.1f} {torch.equal(og,torch.cat(alls))}")
                 say(f"{n*2/1024:.0f} KiB: "+", ".join(line))
+        if "norm" in WHAT:
+            from iris.lower.kernels.all_reduce_norm import AllReduceNorm
+            import torch.nn.functional as F
+            g=dist.group.WORLD.group_name
+            for M,N in ((1,4096),(8,8192),(64,8192),(512,8192)):
+                x=S.random_tensor(M,N,seed=rank); r=S.random_tensor(M,N,seed=50); w=S.random_tensor(N,seed=51); o=torch.empty_like(x); h=torch.empty_like(x)
+                xs=[S.random_tensor(M,N,seed=q_) for q_ in range(W)]
+                ref=sum(t.float() for t in xs).bfloat16()+r; rn=F.rms_norm(ref,(N,),w,1e-6)
+                st=AllReduceNorm.create(ctx,group,M=M,N=N,dtype=x.dtype); st.warm(x,r,w,out=o,summed=h); torch.cuda.synchronize(); dist.barrier()
+                for _ in range(3): st(x,r,w,out=o,summed=h)
+                torch.cuda.synchronize()
+                ok=(torch.equal(h,ref),((o.float()-rn.float()).norm()/rn.float().norm()).item())
+                P,_=S.symmetric(M,N)
+                def t1():
+                    P.copy_(x); y=torch.ops.symm_mem.one_shot_all_reduce(P.view(-1),"sum",g).view(M,N)+r; return F.rms_norm(y,(N,),w,1e-6)
+                a,b=timing.time_graph(lambda: st(x,r,w,out=o,summed=h),align).median,timing.time_graph(t1,align).median
+                say(f"norm M{M} N{N}: iris {a:.1f} torch {b:.1f} {ok}")
     except BaseException:
         q.put(f"rank {rank} "+traceback.format_exc()[-2500:])
 if __name__=="__main__":
     import multiprocessing as mp
-    m=types.ModuleType("iris"); m.__path__=["iris"]; sys.modules["iris"]=m
-    from iris.bench.mps import share_of, private_daemon
+        from iris.bench.mps import share_of, private_daemon
     d=patch()
     ctx=mp.get_context("spawn"); q=ctx.Queue()
     with private_daemon(W>1) as env:

@@ -2,8 +2,6 @@
 import os, sys, time, traceback, threading, faulthandler
 W=int(sys.argv[1]); LIMIT=float(sys.argv[2])
 sys.path.insert(0,os.getcwd())
-import types
-m=types.ModuleType("iris"); m.__path__=["iris"]; sys.modules["iris"]=m
 os.environ.update(TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1",TORCH_SYMM_MEM_DISABLE_MULTICAST="1",TRITON_INTERPRET="0")
 from iris.bench.mps import share_of, private_daemon
 def worker(rank,q,port):
@@ -13,6 +11,7 @@ def worker(rank,q,port):
         torch.cuda.set_device(0)
         os.environ.update(MASTER_ADDR="127.0.0.1",MASTER_PORT=str(port),RANK=str(rank),WORLD_SIZE=str(W),LOCAL_RANK=str(rank))
         dist.init_process_group("cpu:gloo,cuda:nccl",rank=rank,world_size=W)
+        import iris; iris.iris(4<<30)
         from iris.bench.stages import measure
         if rank==0: q.put(f"W={W} SMs={torch.cuda.get_device_properties(0).multi_processor_count}")
         for stage,model,M in [(a,b,int(c)) for a,b,c in (t.split(":") for t in sys.argv[3].split(","))]:

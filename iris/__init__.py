@@ -27,6 +27,7 @@ from iris.errors import (  # noqa: E402
     TypeRuleError as TypeRuleError,
     UnsupportedError as UnsupportedError,
 )
+from iris.hf import parallelize as parallelize  # noqa: E402
 from iris.logging import (  # noqa: E402
     DEBUG as DEBUG,
     ERROR as ERROR,
@@ -35,7 +36,6 @@ from iris.logging import (  # noqa: E402
     set_logger_level as set_logger_level,
 )
 from iris.runtime.benching import do_bench as do_bench  # noqa: E402
-from iris.hf import parallelize as parallelize  # noqa: E402
 from iris.runtime.context import Iris as Iris, current as current, iris as iris  # noqa: E402
 from iris.runtime.launch import launch as launch  # noqa: E402
 from iris.spmd.collectives import (  # noqa: E402
@@ -49,12 +49,17 @@ from iris.spmd.collectives import (  # noqa: E402
     reduce_scatter as reduce_scatter,
 )
 from iris.spmd.decorator import spmd as spmd  # noqa: E402
-from iris.spmd.local import local_mesh as local_mesh  # noqa: E402
 from iris.spmd.drawing import draw as draw  # noqa: E402
+from iris.spmd.local import local_mesh as local_mesh  # noqa: E402
 from iris.spmd.mesh import AbstractMesh as AbstractMesh, mesh as mesh  # noqa: E402
+from iris.spmd.namespaces import Ccl, Ops  # noqa: E402
 from iris.spmd.specs import P as P  # noqa: E402
 
 __version__ = "0.1.0"
+
+# The class's own module lies below the programs that these two are made of.
+Iris.ops = property(Ops, doc=Ops.__doc__)  # type: ignore[attr-defined]
+Iris.ccl = property(Ccl, doc=Ccl.__doc__)  # type: ignore[attr-defined]
 
 _DEVICE = {
     **dict.fromkeys(("load", "store", "get", "put", "copy", "translate"), "ops"),

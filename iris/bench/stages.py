@@ -3,42 +3,22 @@
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import iris
 from iris.bench.peers import gather_peers, reduce_peers, symmetric
 from iris.bench.timing import Time, time_graph
 from iris.lower.kernels.all_gather_matmul import AllGatherMatmul
 from iris.lower.kernels.config import GemmConfig
 from iris.lower.kernels.matmul_reduce_scatter import MatmulReduceScatter
+from iris.runtime.groups import Group
 
 MODELS = {"8B": (4096, 14336), "70B": (8192, 28672), "Qwen3-32B": (5120, 25600)}
 TOLERANCE = 1e-2  # relative, in the 2-norm: bf16 operands
-
-
-class SymmetricHeap:
-    """Symmetric memory from torch, in the form that stages take (`iris.runtime.heap.Heap`)."""
-
-    device = torch.device("cuda")
-
-    def allocate(self, nbytes: int, group: object = None) -> SimpleNamespace:
-        tensor, handle = symmetric(nbytes, dtype=torch.uint8)
-        return SimpleNamespace(tensor=tensor, peers=tuple(handle.buffer_ptrs))
-
-
-class World:
-    """The world as a group of the kernels' kind."""
-
-    def __init__(self) -> None:
-        self.index, self.size = dist.get_rank(), dist.get_world_size()
-
-    def sync(self, tag: int, what: str) -> int:
-        dist.barrier()
-        return 0
 
 
 @dataclass(frozen=True)
@@ -89,7 +69,7 @@ def candidates(M: int, N: int) -> dict[str, GemmConfig]:
 
 
 def gather_stage(
-    ctx: Any, group: World, x: Tensor, w: Tensor, out: Tensor, config: GemmConfig
+    ctx: Any, group: Group, x: Tensor, w: Tensor, out: Tensor, config: GemmConfig
 ) -> Callable[..., object]:
     M, K = out.shape[0], w.shape[0]
     stage = AllGatherMatmul.create(
@@ -99,7 +79,7 @@ def gather_stage(
 
 
 def reduce_stage(
-    ctx: Any, group: World, x: Tensor, w: Tensor, out: Tensor, config: GemmConfig
+    ctx: Any, group: Group, x: Tensor, w: Tensor, out: Tensor, config: GemmConfig
 ) -> Callable[..., object]:
     (M, K), N = x.shape, w.shape[1]
     stage = MatmulReduceScatter.create(ctx, group, M=M, N=N, K=K, dtype=x.dtype, config=config)
@@ -109,8 +89,9 @@ def reduce_stage(
 def measure(stage: str, model: str, M: int, trials: bool) -> Iterator[Row]:
     """All contestants at one point, in random order (the same on all ranks)."""
     _, handle = symmetric(64)
-    align = lambda: handle.barrier()
-    ctx, group = SimpleNamespace(heap=SymmetricHeap()), World()
+    align = handle.barrier
+    ctx = iris.current()
+    group = ctx.world
     hidden, inner = MODELS[model]
     world, rank = group.size, group.index
     if stage == "all_gather_matmul":

@@ -8,12 +8,9 @@ def kernel(context_tensor, x, rank: tl.constexpr, world_size: tl.constexpr, N: t
     ctx.barrier()
 """
 
-from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from iris.device import atomics, ops, signals, watch
 from iris.device.target import SYSTEM, device_class, device_function

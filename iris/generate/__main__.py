@@ -1,4 +1,4 @@
-"""``python -m iris.generate``: stream text from a model whose weights are spread over local ranks."""
+"""``python -m iris.generate``: stream text from a model whose weights are spread over ranks."""
 
 import argparse
 import sys
@@ -32,8 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     report = reports[0]
     console.print(
-        f"[dim]{len(report.tokens)} tokens; {report.tokens_per_second:.1f} tokens/s, the first after "
-        f"{report.first_seconds:.1f} s (trace and compile), the model after {report.build_seconds:.1f} s[/]"
+        f"[dim]{len(report.tokens)} tokens, {report.tokens_per_second:.1f} a second; "
+        f"model in {report.build_seconds:.1f} s, "
+        f"first token (trace and compile) in {report.first_seconds:.1f} s[/]"
     )
     console.print(report.summary)
     return 0

@@ -17,8 +17,8 @@ HELP = "pip install 'iris-spmd[hf]'"
 class Model:
     """A model that is not built yet; it can be sent to ranks.
 
-    ``config`` is transformers'; ``weights`` are read slice by slice, from a folder where it is a path; ``decode`` turns
-    tokens into text.
+    ``config`` is transformers'; ``weights`` are read slice by slice, from a folder where it is a
+    path; ``decode`` turns tokens into text.
     """
 
     config: Any
@@ -34,7 +34,8 @@ class Model:
         held = self.weights
         weights = Checkpoint.open(held) if isinstance(held, Path) else held
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.config, dtype=self.config.dtype)
+            make: Any = AutoModelForCausalLM.from_config
+            model = make(self.config, dtype=self.config.dtype)
         return parallelize(model.eval(), weights=weights)
 
 
@@ -50,7 +51,8 @@ class Decoder:
 
 
 def load(name: str) -> tuple[Model, Callable[[str], list[int]]]:
-    """A model by name ("smollm2") or folder of safetensors, and what turns a prompt into its tokens.
+    """A model by name ("smollm2") or folder of safetensors, and what turns a prompt into its
+    tokens.
 
     Raises UnsupportedError where a package is missing, or there is no such model.
     """

@@ -31,7 +31,7 @@ SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 @dataclass(frozen=True)
 class Quantised:
-    """A tensor of a GGUF file: a slice maps the file and dequantises only the rows that it takes."""
+    """A tensor of a GGUF file; a slice maps the file and dequantises only the rows it takes."""
 
     path: Path
     offset: int
@@ -93,7 +93,9 @@ def config(model: SmolLM2) -> Any:
 def checkpoint(model: SmolLM2) -> Checkpoint:
     """The weights, under the names of transformers."""
     head = model.field("llama.rope.dimension_count")
-    sources = {f"{ours}.weight": Quantised.of(model, f"{name}.weight") for name, ours in ENDS.items()}
+    sources = {
+        f"{ours}.weight": Quantised.of(model, f"{name}.weight") for name, ours in ENDS.items()
+    }
     for layer in range(model.field("llama.block_count")):
         for name, ours in LAYER.items():
             turned = head if name in INTERLEAVED else None
@@ -118,6 +120,6 @@ class Chat:
 
 
 def load() -> tuple[Model, Chat]:
-    """The model, for ranks to build, and its prompts. UnsupportedError where a package is missing."""
+    """The model, for ranks to build, and its chat. UnsupportedError where a package is missing."""
     opened = SmolLM2.open()
     return Model(config(opened), checkpoint(opened), opened.tokenizer.decode), Chat(opened)

@@ -18,7 +18,9 @@ HEAP = 1 << 28
 
 @dataclass
 class Streamer:
-    """What ``generate`` puts tokens into: writes their text as soon as it is whole, and notes the time of each."""
+    """What ``generate`` puts tokens into: writes their text as soon as it is whole, and notes the
+    time of each.
+    """
 
     decode: Callable[[Sequence[int]], str]
     write: Callable[[str], object]
@@ -47,7 +49,9 @@ class Streamer:
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank said, and how long it took: to build, to the first token, and from there per token."""
+    """What one rank said, and how long it took: to build, to the first token, and from there per
+    token.
+    """
 
     tokens: list[int]
     build_seconds: float
@@ -57,7 +61,9 @@ class Report:
 
 
 def run(model: Model, prompt: list[int], most: int, speak: bool = True) -> Report:
-    """Continue ``prompt`` by at most ``most`` tokens, greedily; rank 0 writes the text. Every rank calls this."""
+    """Continue ``prompt`` by at most ``most`` tokens, greedily; rank 0 writes the text. Every rank
+    calls this.
+    """
     with iris.iris(heap_size=HEAP) as ctx:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ctx.num_ranks))
         start = time.perf_counter()

@@ -1,4 +1,6 @@
-"""Tensor-parallel models of Hugging Face transformers: the same ``model.generate``, run by fused programs."""
+"""Tensor-parallel models of Hugging Face transformers: the same ``model.generate``, run by fused
+programs.
+"""
 
 from iris.hf.parallel import parallelize as parallelize
 from iris.hf.summary import Summary as Summary, explain as explain

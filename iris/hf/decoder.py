@@ -1,4 +1,6 @@
-"""The forward pass of a decoder of the Llama family as one program over all ranks, and what `generate` calls."""
+"""The forward pass of a decoder of the Llama family as one program over all ranks, and what
+`generate` calls.
+"""
 
 from typing import Any
 
@@ -14,11 +16,13 @@ from iris.spmd.binding import tensor_key
 from iris.spmd.decorator import spmd
 from iris.spmd.statics import SIMPLE, static_key, submodules
 
-SHORTEST = 16  # rows of the shortest prefill; longer ones are padded to powers of two, so programs see few shapes
+SHORTEST = 16  # rows of a prefill are padded to this or a larger power of two: few shapes
 
 
 class HeldCache(Cache):
-    """A cache of transformers whose keys and values, this rank's heads of all layers, are one `KVCache`."""
+    """A cache of transformers whose keys and values, this rank's heads of all layers, are one
+    `KVCache`.
+    """
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -70,7 +74,9 @@ def form(module: nn.Module) -> object:
 def layer_forward(
     self: Any, x: Tensor, cos: Tensor, sin: Tensor, past: Tensor | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """One layer of the decoder: its output, and its new keys and values. See :meth:`ParallelAttention.forward`."""
+    """One layer of the decoder: its output, and its new keys and values. See
+    :meth:`ParallelAttention.forward`.
+    """
     attended, new = self.self_attn(self.input_layernorm(x), cos, sin, past, mask)
     x = x + attended
     return x + self.mlp(self.post_attention_layernorm(x)), new
@@ -85,7 +91,8 @@ def decode(
     past: tuple[Tensor, ...],
     keep: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Logits ``[batch, kept, words]``, and the new keys and values ``[layers, 2, batch, groups/axis, rows, width]``.
+    """Logits ``[batch, kept, words]``, and the new keys and values ``[layers, 2, batch,
+    groups/axis, rows, width]``.
 
     Args:
         ids: ``[batch, rows]``.
@@ -118,8 +125,9 @@ def forward(
 ) -> CausalLMOutputWithPast:
     """Logits of the next tokens, as transformers' own ``forward``; the same on every rank.
 
-    ``attention_mask [batch, past + rows]`` is 0 where a batch entry is padding. Any other argument is refused, unless it
-    is None or False. The cache that comes back must be passed on: it is the one that holds the keys.
+    ``attention_mask [batch, past + rows]`` is 0 where a batch entry is padding. Any other argument
+    is refused, unless it is None or False. The cache that comes back must be passed on: it is the
+    one that holds the keys.
     """
     asked = sorted(
         name for name, value in others.items() if value is not None and value is not False
@@ -127,8 +135,8 @@ def forward(
     refused = [name for name in asked if name not in ("return_dict", "cache_position")]
     if input_ids is None or refused:
         raise UnsupportedError(
-            f"a parallelized model does not take {', '.join(refused) or 'a call without input_ids'}",
-            help="pass input_ids, attention_mask, position_ids, the cache, use_cache and logits_to_keep",
+            f"a parallelized model does not take {', '.join(refused) or 'no input_ids'}",
+            help="it takes input_ids, attention_mask, position_ids, cache, use_cache, logits_to_keep",
         )
     known = _own_cache(past_key_values if cache is None else cache)
     batch, rows = input_ids.shape
@@ -180,7 +188,9 @@ def _mask(
     cache: HeldCache,
     model: Any,
 ) -> Tensor | None:
-    """What is added to the scores: ``[batch, 1, rows, capacity + rows]``; None is plain causal, with no past."""
+    """What is added to the scores: ``[batch, 1, rows, capacity + rows]``; None is plain causal,
+    with no past.
+    """
     everything = attention_mask is None or bool(attention_mask.all())
     if not start and everything:
         return None

@@ -1,6 +1,5 @@
 """``iris.parallelize``: a transformers model whose weights are spread over ranks, in place."""
 
-from collections.abc import Callable
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -29,17 +28,19 @@ def parallelize(
     axis: str = "tp",
     weights: Checkpoint | None = None,
 ) -> M:
-    """Spread the weights of a causal language model over ranks, in place, and return it; collective.
+    """Spread the weights of a causal language model over ranks, in place, and return it;
+    collective.
 
-    ``model.generate(...)`` then works as before, when every rank calls it with the same arguments: each forward is one
-    program (see :func:`iris.spmd`), and all ranks get the same logits. Heads and words that do not divide are split
-    unevenly.
+    ``model.generate(...)`` then works as before, when every rank calls it with the same arguments:
+    each forward is one program (see :func:`iris.spmd`), and all ranks get the same logits. Heads
+    and words that do not divide are split unevenly.
 
     Args:
-        model: a ``LlamaForCausalLM``, or one of the Mistral, Qwen2 or Qwen3 kind. It may be on the device "meta", with
-            ``weights``.
+        model: a ``LlamaForCausalLM``, or one of the Mistral, Qwen2 or Qwen3 kind. It may be on the
+            device "meta", with ``weights``.
         mesh: a mesh with the axis ``axis``; None is all ranks.
-        plan: "auto" splits attention by groups of heads, feed-forward by hidden features, both ends by words.
+        plan: "auto" splits attention by groups of heads, feed-forward by hidden features, both
+            ends by words.
         weights: where to read this rank's slices from; None cuts what the model holds.
 
     Raises SpecError for an unknown axis, UnsupportedError for a model of another form.
@@ -54,14 +55,15 @@ def parallelize(
 
     with torch.no_grad():
         _Cutter(model, axis, mesh, weights).run()
-    for layer in model.model.layers:
+    layers: Any = model.get_submodule("model.layers")
+    for layer in layers:
         layer.forward = MethodType(decoder.layer_forward, layer)
     past = P(None, None, None, axis)
     specs = {name: P() for name in ("ids", "cos", "sin", "mask", "keep")} | {"past": past}
     name = type(model).__name__
     program = spmd(mesh=mesh, in_specs=specs, out_specs=(P(), None), name=name)(decoder.decode)
-    model.spmd = program.__get__(model)
-    model.forward = MethodType(decoder.forward, model)
+    setattr(model, "spmd", program.__get__(model))  # noqa: B010
+    setattr(model, "forward", MethodType(decoder.forward, model))  # noqa: B010
     return model
 
 
@@ -84,13 +86,15 @@ def _check(model: nn.Module) -> None:
 
 
 class _Cutter:
-    """Replaces the layers of one model, one after the other, so that whole weights go as shards come."""
+    """Replaces the layers of one model, one after the other, so that whole weights go as shards
+    come.
+    """
 
     def __init__(
         self, model: Any, axis: str, mesh: DeviceMesh | None, weights: Checkpoint | None
     ) -> None:
         self.model, self.config, self.weights = model, model.config, weights
-        self.where = {"axis": axis, "mesh": mesh}
+        self.where: dict[str, Any] = {"axis": axis, "mesh": mesh}
 
     def run(self) -> None:
         model, decoder, config = self.model, self.model.model, self.config
@@ -104,7 +108,8 @@ class _Cutter:
             for name in ("input_layernorm", "post_attention_layernorm"):
                 self.norm(getattr(layer, name), f"{prefix}.{name}.weight")
         self.norm(decoder.norm, "model.norm.weight")
-        embed, options = decoder.embed_tokens, {"gather_output": True, **self.where}
+        embed = decoder.embed_tokens
+        options: dict[str, Any] = {"gather_output": True, **self.where}
         if config.tie_word_embeddings:
             head = ParallelHead(embed.weight, None, out_features=embed.words, **options)
         else:
@@ -115,12 +120,16 @@ class _Cutter:
 
     def attention(self, layer: Any, prefix: str) -> None:
         old = layer.self_attn
-        norms: dict[str, Callable[..., Any]] = {}
+        norms: dict[str, Any] = {}
         for name in ("q_norm", "k_norm"):
             if hasattr(old, name):
                 norms[name] = self.norm(getattr(old, name), f"{prefix}.{name}.weight")
+        q, k, v, o = (self.linear(f"{prefix}.{part}_proj") for part in "qkvo")
         layer.self_attn = ParallelAttention.from_linear(
-            *(self.linear(f"{prefix}.{part}_proj") for part in "qkvo"),
+            q,
+            k,
+            v,
+            o,
             heads=self.config.num_attention_heads,
             kv_heads=self.config.num_key_value_heads,
             scale=old.scaling,
@@ -129,8 +138,9 @@ class _Cutter:
         )
 
     def feed_forward(self, layer: Any, prefix: str) -> None:
-        parts = (self.linear(f"{prefix}.{part}_proj") for part in ("up", "down", "gate"))
-        layer.mlp = ParallelMLP.from_linear(*parts, activation=layer.mlp.act_fn, **self.where)
+        up, down, gate = (self.linear(f"{prefix}.{part}_proj") for part in ("up", "down", "gate"))
+        activation = layer.mlp.act_fn
+        layer.mlp = ParallelMLP.from_linear(up, down, gate, activation=activation, **self.where)
 
     def norm(self, norm: nn.Module, name: str) -> nn.Module:
         if self.weights is not None:

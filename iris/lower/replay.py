@@ -39,11 +39,17 @@ class Runner:
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
         """Outputs and written values of one call."""
         if self.captured is not None:
-            values = self.captured(inputs, self.reuse)
-            self.ctx.watch.check()
-            return values
-        if not self.on_gpu:
-            return self.executable.run(*inputs)
+            values: Sequence[Any] = self.captured(inputs, self.reuse)
+        elif self.on_gpu:
+            values = self._early(inputs)
+        else:
+            values = self.executable.run(*inputs)
+        if self.executable.fused:
+            self.ctx.watch.check(synchronized=not self.on_gpu)
+        return values
+
+    def _early(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
+        """A call on a GPU before there is a graph."""
         if self.calls == 0:
             self._load(inputs)
         elif self.replays and self.calls >= CALLS_BEFORE_CAPTURE:

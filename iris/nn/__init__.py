@@ -1,7 +1,8 @@
 """Layers whose weights are spread over ranks, built from unsharded ones.
 
-Each is an ordinary ``nn.Module`` that holds this rank's shards and says, by specs, how they are spread. Inside a program
-their collectives are fused with the matmuls beside them; outside, they run at once.
+Each is an ordinary ``nn.Module`` that holds this rank's shards and says, by specs, how they are
+spread. Inside a program their collectives are fused with the matmuls beside them; outside, they
+run at once.
 """
 
 from iris.nn.attention import KVCache as KVCache, ParallelAttention as ParallelAttention

@@ -1,4 +1,6 @@
-"""Grouped-query attention, split over ranks by groups of heads, with rotary positions and a cache of keys and values."""
+"""Grouped-query attention, split over ranks by groups of heads, with rotary positions and a cache
+of keys and values.
+"""
 
 from collections.abc import Callable, Iterable
 
@@ -18,16 +20,21 @@ Norm = Callable[[Tensor], Tensor]
 
 
 class ParallelAttention(nn.Module):
-    """Causal attention ``[batch, rows, K] -> [batch, rows, K]``; each rank has whole groups, a key head and its queries.
+    """Causal attention ``[batch, rows, K] -> [batch, rows, K]``; each rank has whole groups, a key
+    head and its queries.
 
-    Groups that do not divide are split as torch.chunk does, so some ranks may have fewer, or none. Where there are more
-    ranks than key heads and they divide, key heads are repeated, so that every rank has queries.
+    Groups that do not divide are split as torch.chunk does, so some ranks may have fewer, or none.
+    Where there are more ranks than key heads and they divide, key heads are repeated, so that
+    every rank has queries.
 
-    ``qkv`` holds, for each group, the rows of its queries, its key and its value. With ``sequence_parallel`` x and y are
-    ``[batch * rows / axis, K]``.
+    ``qkv`` holds, for each group, the rows of its queries, its key and its value. With
+    ``sequence_parallel`` x and y are ``[batch * rows / axis, K]``.
 
-    >>> attention = iris.nn.ParallelAttention.from_linear(q, k, v, o, heads=9, kv_heads=3)   # doctest: +SKIP
+    >>> attention = iris.nn.ParallelAttention.from_linear(q, k, v, o, heads=9, kv_heads=3)   #
+    doctest: +SKIP
     """
+
+    bias: Tensor | None
 
     def __init__(
         self,
@@ -40,7 +47,9 @@ class ParallelAttention(nn.Module):
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
     ) -> None:
-        """Hold this rank's groups, ``[groups/axis, (queries + 2) * width, K]``; see `from_linear` to cut them."""
+        """Hold this rank's groups, ``[groups/axis, (queries + 2) * width, K]``; see `from_linear`
+        to cut them.
+        """
         super().__init__()
         self.qkv = parameter(qkv)
         self.register_parameter("bias", None if bias is None else parameter(bias))
@@ -66,11 +75,14 @@ class ParallelAttention(nn.Module):
         mesh: DeviceMesh | None = None,
         sequence_parallel: bool = False,
     ) -> "ParallelAttention":
-        """Cut the four projections of an unsharded attention. SpecError where ``heads`` are no whole groups."""
+        """Cut the four projections of an unsharded attention. SpecError where ``heads`` are no
+        whole groups.
+        """
         place = Place.of(axis, mesh)
         if heads % kv_heads or q.weight.shape[0] % heads:
             raise SpecError(
-                f"{heads} query heads over {kv_heads} key heads, of {q.weight.shape[0]} rows, are no equal groups",
+                f"{heads} query heads over {kv_heads} key heads, of {q.weight.shape[0]} rows, "
+                "are no equal groups",
                 help="heads must be a multiple of kv_heads, and the rows a multiple of heads",
             )
         queries, width = heads // kv_heads, q.weight.shape[0] // heads
@@ -109,13 +121,14 @@ class ParallelAttention(nn.Module):
         past: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return y, and this call's keys and values ``[2, batch, groups/axis, rows, width]`` for a `KVCache`.
+        """Return y, and this call's keys and values ``[2, batch, groups/axis, rows, width]`` for a
+        `KVCache`.
 
         Args:
             cos, sin: rotary embedding of the positions, ``[batch, rows, width]``.
             past: a layer's keys and values so far, ``[2, batch, groups/axis, capacity, width]``.
-            mask: what is added to the scores, ``[batch, 1, rows, capacity + rows]``, needed with ``past``; None is
-                causal.
+            mask: what is added to the scores, ``[batch, 1, rows, capacity + rows]``, needed with
+                ``past``; None is causal.
         """
         batch, rows = cos.shape[:2]
         if self.out.sequence_parallel:
@@ -133,14 +146,17 @@ class ParallelAttention(nn.Module):
         return self.out.summed(y), torch.stack((k, v))
 
     def _normed(self, qk: Tensor) -> Tensor:
-        """Queries and keys ``[batch, groups, queries + 1, rows, width]`` after the norms of their heads."""
+        """Queries and keys ``[batch, groups, queries + 1, rows, width]`` after the norms of their
+        heads.
+        """
         if self.q_norm is None or self.k_norm is None:
             return qk
         return torch.cat((self.q_norm(qk[:, :, :-1]), self.k_norm(qk[:, :, -1:])), 2)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions: ``x [batch, groups, heads, rows, width]`` turned by angles ``[batch, rows, width]``.
+    """Rotary positions: ``x [batch, groups, heads, rows, width]`` turned by angles ``[batch, rows,
+    width]``.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
@@ -177,12 +193,14 @@ def _rows(source: Source, heads: Iterable[int], rows: int) -> Tensor:
     """Blocks of ``rows`` rows of ``source``, one for each of ``heads``: ``[heads, rows, ...]``."""
     parts = [source[head * rows : (head + 1) * rows].detach() for head in heads]
     if not parts:
-        return source[:rows].detach().unsqueeze(0)[:0]
+        parts = [source[:rows].detach()]
+        return torch.stack(parts)[:0]
     return torch.stack(parts)
 
 
 class KVCache:
-    """Keys and values of all layers so far: ``tensor [layers, 2, batch, groups/axis, capacity, width]``.
+    """Keys and values of all layers so far: ``tensor [layers, 2, batch, groups/axis, capacity,
+    width]``.
 
     ``length`` rows are in use. The capacity doubles when it is spent, so programs see few shapes.
     """
@@ -200,7 +218,9 @@ class KVCache:
         return self.tensor.shape[-2]
 
     def append(self, new: Tensor, rows: int) -> None:
-        """Add the first ``rows`` rows of ``new [layers, 2, batch, groups/axis, rows or more, width]``."""
+        """Add the first ``rows`` rows of ``new [layers, 2, batch, groups/axis, rows or more,
+        width]``.
+        """
         stop = self.length + rows
         if stop > self.capacity:
             capacity = max(self.FIRST, 1 << (stop - 1).bit_length())

@@ -13,16 +13,20 @@ from iris.spmd.modules import partition
 from iris.spmd.specs import P
 
 ParallelHead = ColumnParallelLinear
-"""The vocabulary-parallel head: outputs are words. ``gather_output=True`` gives every rank all logits."""
+"""The vocabulary-parallel head: outputs are words. ``gather_output=True`` gives every rank all
+logits.
+"""
 
 
 class ParallelEmbedding(nn.Module):
     """Rows of a table split by its words: ``i64[...] -> [..., width]``, the same on every rank.
 
-    Each rank looks up the words that it holds, and the sum over ranks is the result. With ``sequence_parallel`` the
-    indices are ``[M]`` and the result ``[M/axis, width]``. An index outside the table gives zeros.
+    Each rank looks up the words that it holds, and the sum over ranks is the result. With
+    ``sequence_parallel`` the indices are ``[M]`` and the result ``[M/axis, width]``. An index
+    outside the table gives zeros.
 
-    >>> embed = iris.nn.ParallelEmbedding.from_weight(nn.Embedding(49152, 576).weight)   # doctest: +SKIP
+    >>> embed = iris.nn.ParallelEmbedding.from_weight(nn.Embedding(49152, 576).weight)   # doctest:
+    +SKIP
     """
 
     def __init__(

@@ -13,11 +13,14 @@ from iris.spmd.specs import P
 class ColumnParallelLinear(nn.Module):
     """``y = x W^T + b`` with the outputs split: ``[..., K] -> [..., N/axis]``.
 
-    With ``sequence_parallel`` x is ``[M/axis, K]``, split by rows, and gathered first. With ``gather_output`` y is whole
-    on every rank. Outputs that do not divide are split as torch.chunk does.
+    With ``sequence_parallel`` x is ``[M/axis, K]``, split by rows, and gathered first. With
+    ``gather_output`` y is whole on every rank. Outputs that do not divide are split as torch.chunk
+    does.
 
     >>> up = iris.nn.ColumnParallelLinear.from_linear(nn.Linear(576, 1536))  # doctest: +SKIP
     """
+
+    bias: Tensor | None
 
     def __init__(
         self,
@@ -72,11 +75,14 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """``y = x W^T + b`` with the inputs split: ``[..., K/axis] -> [..., N]``, summed over ranks.
 
-    With ``sequence_parallel`` x is ``[M, K/axis]`` and y is ``[M/axis, N]``: each rank keeps its rows of the sum. The bias
-    is added once, after the sum. Inputs that do not divide are split as torch.chunk does.
+    With ``sequence_parallel`` x is ``[M, K/axis]`` and y is ``[M/axis, N]``: each rank keeps its
+    rows of the sum. The bias is added once, after the sum. Inputs that do not divide are split as
+    torch.chunk does.
 
     >>> down = iris.nn.RowParallelLinear.from_linear(nn.Linear(1536, 576))   # doctest: +SKIP
     """
+
+    bias: Tensor | None
 
     def __init__(
         self,
@@ -87,7 +93,9 @@ class RowParallelLinear(nn.Module):
         mesh: DeviceMesh | None = None,
         sequence_parallel: bool = False,
     ) -> None:
-        """Hold this rank's columns of ``weight`` and the whole ``bias``; see `from_linear` to cut them."""
+        """Hold this rank's columns of ``weight`` and the whole ``bias``; see `from_linear` to cut
+        them.
+        """
         super().__init__()
         self.axis, self.mesh, self.sequence_parallel = axis, mesh, sequence_parallel
         self.weight = parameter(weight)

@@ -12,7 +12,8 @@ from iris.spmd.collectives import all_gather
 
 
 class ParallelMLP(nn.Module):
-    """``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` without a gate: ``[..., K] -> [..., K]``.
+    """``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` without a gate: ``[..., K] -> [...,
+    K]``.
 
     With ``sequence_parallel`` x and y are ``[M/axis, K]``, split by rows.
 

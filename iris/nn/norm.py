@@ -8,7 +8,8 @@ from iris.spmd.specs import P
 
 
 class RMSNorm(nn.RMSNorm):
-    """``torch.nn.RMSNorm`` with its weight claimed to be replicated; fused into the sum over ranks before it.
+    """``torch.nn.RMSNorm`` with its weight claimed to be replicated; fused into the sum over ranks
+    before it.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 

@@ -23,7 +23,7 @@ class Source(Protocol):
 
 
 class LinearSource(Protocol):
-    """A weight ``[out, in]`` and a bias ``[out]`` or None: an ``nn.Linear``, or a `StoredLinear`."""
+    """A weight ``[out, in]`` and a bias ``[out]`` or None: `nn.Linear`, or a `StoredLinear`."""
 
     @property
     def weight(self) -> Source: ...
@@ -41,7 +41,9 @@ class Place:
 
     @classmethod
     def of(cls, axis: str, mesh: DeviceMesh | None) -> "Place":
-        """The place along ``axis`` of ``mesh``; without a mesh all ranks are that axis. SpecError for an unknown axis."""
+        """The place along ``axis`` of ``mesh``; without a mesh all ranks are that axis. SpecError
+        for an unknown axis.
+        """
         where = ProgramMesh.world(axis) if mesh is None else ProgramMesh.of(mesh)
         if axis not in where.shape.names:
             raise SpecError(
@@ -51,30 +53,38 @@ class Place:
         return cls(axis, dict(where.coord)[axis], where.shape.size(axis))
 
     def span(self, n: int) -> tuple[int, int]:
-        """First and last-but-one of the rows, of ``n``, that this rank holds; the rule is that of torch.chunk."""
+        """First and last-but-one of the rows, of ``n``, that this rank holds; the rule is that of
+        torch.chunk.
+        """
         sizes = chunk_sizes(n, self.size)
         start = sum(sizes[: self.index])
         return start, start + sizes[self.index]
 
     def take(self, source: Source, dim: int, grain: int = 1) -> Tensor:
-        """This rank's own copy of its part of ``source`` along ``dim``, in whole groups of ``grain`` rows."""
+        """This rank's own copy of its part of ``source`` along ``dim``, in whole groups of
+        ``grain`` rows.
+        """
         start, stop = self.span(source.shape[dim] // grain)
         index = (slice(None),) * dim + (slice(start * grain, stop * grain),)
         return source[index].detach().clone(memory_format=torch.contiguous_format)
 
 
 def parameter(data: Tensor) -> nn.Parameter:
-    """``data`` as a parameter that wants no gradient (these layers are for inference), or itself if it is one."""
+    """``data`` as a parameter that wants no gradient (these layers are for inference), or itself
+    if it is one.
+    """
     return data if isinstance(data, nn.Parameter) else nn.Parameter(data, requires_grad=False)
 
 
 class StoredTensor:
-    """A tensor of a safetensors file; a slice reads only the bytes of that slice from the mapped file."""
+    """A tensor of a safetensors file; a slice reads only the bytes of that slice from the mapped
+    file.
+    """
 
     def __init__(self, path: Path, name: str) -> None:
         from safetensors import safe_open
 
-        self._slice = safe_open(path, "pt").get_slice(name)
+        self._slice = safe_open(path, "pt").get_slice(name)  # type: ignore[no-untyped-call]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -105,7 +115,9 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> "Checkpoint":
-        """The tensors of a safetensors file, or of all such files in a folder. SpecError where there is none."""
+        """The tensors of a safetensors file, or of all such files in a folder. SpecError where
+        there is none.
+        """
         from safetensors import safe_open
 
         place = Path(path)
@@ -133,6 +145,4 @@ class Checkpoint:
     def linear(self, prefix: str) -> StoredLinear:
         """The weight and, if there is one, the bias of a linear layer."""
         bias = f"{prefix}.bias"
-        return StoredLinear(
-            self[f"{prefix}.weight"], self._sources[bias] if bias in self._sources else None
-        )
+        return StoredLinear(self[f"{prefix}.weight"], self._sources.get(bias))

@@ -37,13 +37,23 @@ class SharedMemory:
         return cls(Segment.open(address))
 
     def tensor(
-        self, offset: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
+        self,
+        offset: int,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        stride: Sequence[int] | None = None,
     ) -> Tensor:
-        """Return the tensor at ``offset`` bytes; nothing is copied."""
+        """Return the tensor at ``offset`` bytes, contiguous by default; nothing is copied."""
         if 0 in shape:
             return torch.empty(shape, dtype=dtype)
+        memory = self.segment.memory
+        if stride is None:
+            count = math.prod(shape)
+            return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(
+                tuple(shape)
+            )
         span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-        flat = torch.frombuffer(self.segment.memory, dtype=dtype, count=span, offset=offset)
+        flat = torch.frombuffer(memory, dtype=dtype, count=span, offset=offset)
         return flat.as_strided(shape, stride)
 
 

@@ -1,7 +1,7 @@
 """Slabs: one range of memory a rank, mapped into every rank. The heap cuts blocks out of it."""
 
-import os
 import ctypes
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol

@@ -1,5 +1,6 @@
 """Pickle functions so that they run, and are quoted in tracebacks, in another process."""
 
+import copyreg
 import io
 import linecache
 import os
@@ -9,6 +10,7 @@ from types import CodeType
 from typing import Any
 
 import cloudpickle
+import torch
 
 
 def dumps(value: object) -> bytes:
@@ -21,6 +23,14 @@ def dumps(value: object) -> bytes:
     with io.BytesIO() as file:
         _Pickler(file).dump(value)
         return file.getvalue()
+
+
+def _torch_ops() -> Any:
+    return torch.ops
+
+
+# cloudpickle takes any function that reads an ``ops`` attribute beside torch to need this module.
+copyreg.pickle(type(torch.ops), lambda _: (_torch_ops, ()))
 
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:

@@ -4,8 +4,10 @@ import itertools
 import math
 import os
 import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -15,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from iris import config
-from iris.errors import IrisError, SpecError, TypeRuleError, UnsupportedError
+from iris.errors import IrisError, SpecError, UnsupportedError
 from iris.graph.types import Mesh, TensorType
 from iris.lower.dtypes import dtype_name
 from iris.runtime.pool import Environment
@@ -27,11 +29,13 @@ from iris.spmd.binding import Bound, alias_key, overlaps
 from iris.spmd.control import Controller
 from iris.spmd.decorator import CACHED_PROGRAMS, SpmdFunction, _instance_key
 from iris.spmd.guards import key_of
-from iris.spmd.local_rank import Binding, Definition, Difference, Hole, Meta, Request, Returned
+from iris.spmd.local_checks import check_claims, check_equal, check_grad
+from iris.spmd.local_rank import Binding, Definition, Hole, Meta, Request, Returned
 from iris.spmd.mesh import AbstractMesh, ProgramMesh
 from iris.spmd.program import Compiler, Program, resolve_types
 from iris.spmd.specs import Leaf, axes_in, match
 from iris.spmd.stages import Signature, Traced
+from iris.spmd.timeline import CALLER, Event, Timeline
 
 _KNOBS = tuple(knob.name for knob in config.knobs())
 
@@ -98,6 +102,7 @@ class LocalMesh(Controller):
         self._entries: dict[tuple[int, int], _Entry] = {}
         self._forget: list[int] = []
         self._settings: local_rank.Settings | None = None
+        self._timeline: Timeline | None = None
         self._closed = False
 
     @property
@@ -124,6 +129,23 @@ class LocalMesh(Controller):
         with self._lock:
             call = dumps((fn, args, kwargs))
             return self._call(name, local_rank.run_plain, self._changed_settings(), call)
+
+    @contextmanager
+    def profile(self) -> Iterator[Timeline]:
+        """Record when each rank does what, step by step, until the ``with`` block ends.
+
+        >>> with mesh.profile() as timeline:                 # doctest: +SKIP
+        ...     mlp(x, w_up, w_down)
+        >>> timeline.save("trace.json")                      # doctest: +SKIP
+        """
+        self._call("profile", local_rank.record)
+        timeline = self._timeline = Timeline(self.size)
+        try:
+            yield timeline
+        finally:
+            self._timeline = None
+            events = self._call("profile", local_rank.recorded)
+            timeline.events += [event for rank in events for event in rank]
 
     def restart(self) -> None:
         """End all ranks and start new ones. What functions kept on the old ones is lost."""
@@ -181,7 +203,8 @@ class LocalMesh(Controller):
                 answers = self._call("store", local_rank.store, *numbers, results.types, where)
         assert results is not None
         assert tensors is not None
-        _check_equal(function._options.name, results, [d for answer in answers for d in answer])
+        differences = [difference for answer in answers for difference in answer]
+        check_equal(function._options.name, len(results.types), results.written, differences)
         _write_back(function._options.name, results, bound, inputs)
         return results.assemble(tensors)
 
@@ -204,7 +227,12 @@ class LocalMesh(Controller):
     def _call(self, name: str, fn: Callable[..., Any], *args: Any) -> list[Any]:
         __tracebackhide__ = True  # a notebook shows the user's frames only
         self._check_open()
-        return self._session.call(name, fn, *args)
+        start = time.perf_counter_ns()
+        answers = self._session.call(name, fn, *args)
+        if self._timeline is not None:
+            event = Event(CALLER, f"call {name}", "", start, time.perf_counter_ns())
+            self._timeline.events.append(event)
+        return answers
 
     def _check_open(self) -> None:
         if self._closed:
@@ -234,7 +262,7 @@ class LocalMesh(Controller):
         """The entry and the signature of a call, made where they are new."""
         binder, _ = function._bindings(instance)
         bound = binder.bind(args, kwargs)
-        _check_grad(function._options.name, bound, instance)
+        check_grad(function._options.name, bound, instance)
         entry = self._entry(function, instance)
         if len(entry.signatures) > CACHED_PROGRAMS:
             self._drop((id(function), id(instance)))
@@ -278,7 +306,7 @@ class LocalMesh(Controller):
         mesh = self._mesh(function)
         compiler = Compiler(function._function(instance), binder, bound, options, ())
         leaves = compiler._leaves(_places(mesh))
-        _check_claims(options.name, leaves)
+        check_claims(options.name, leaves)
         shapes = [(dtype_name(leaf.value.dtype), tuple(leaf.value.shape)) for leaf in leaves]
         types = [_typed(leaf, *shape) for leaf, shape in zip(leaves, shapes, strict=True)]
         holes: list[Any] = [Hole(index) for index in range(len(bound.tensors))]
@@ -346,7 +374,7 @@ class LocalMesh(Controller):
             for leaf in match(options.out_specs, numbered, mesh, "result")
             if isinstance(rows[0][leaf.value], Meta)
         ]
-        _check_claims(options.name, leaves)
+        check_claims(options.name, leaves)
         metas = [[row[leaf.value] for leaf in leaves] for row in rows]
         shapes = [[(dtype_name(meta.dtype), meta.shape) for meta in row] for row in metas]
         types = resolve_types(options.name, leaves, _places(mesh), shapes)
@@ -416,21 +444,6 @@ def _typed(leaf: Leaf, dtype: str, shape: tuple[int, ...]) -> TensorType:
     return TensorType(dtype, shape, dims + ((),) * (len(shape) - len(dims)))
 
 
-def _check_claims(name: str, leaves: Sequence[Leaf]) -> None:
-    """Every tensor has a spec that says which rank holds what of it."""
-    wrong = [
-        f"{leaf.path}: {'no spec' if leaf.spec is None else f'{leaf.spec} is partial'}"
-        for leaf in leaves
-        if leaf.spec is None or leaf.spec.partial
-    ]
-    if wrong:
-        raise SpecError(
-            f"{name}: {len(wrong)} global tensors cannot be split or joined\n  "
-            + "\n  ".join(wrong),
-            help="give each a P: P('tp') splits dim 0, P() is the whole tensor on every rank",
-        )
-
-
 def _write_back(name: str, results: _Results, bound: Bound, inputs: Sequence[Tensor]) -> None:
     """Give the caller's tensors what the program wrote to their copies."""
     if results.written and overlaps(alias_key(bound.tensors)):
@@ -441,37 +454,6 @@ def _write_back(name: str, results: _Results, bound: Bound, inputs: Sequence[Ten
     for index in results.written:
         if inputs[index].data_ptr() != bound.tensors[index].data_ptr():
             bound.tensors[index].detach().copy_(inputs[index])
-
-
-def _check_grad(name: str, bound: Bound, instance: Any) -> None:
-    held = instance.parameters() if isinstance(instance, nn.Module) else ()
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (*bound.tensors, *held)):
-        raise UnsupportedError(
-            f"{name}: an argument or parameter requires grad, "
-            "and a local mesh does not differentiate",
-            help="call it under torch.no_grad(), or differentiate inside the program",
-        )
-
-
-def _check_equal(name: str, results: _Results, differences: Sequence[Difference]) -> None:
-    if not differences:
-        return
-    lines = [
-        f"{_title(results, d.leaf)} on rank {d.rank}: {d.count} of {d.size} elements differ "
-        f"from the first rank's, at {list(d.where)}: {d.here!r} and {d.there!r}"
-        for d in differences
-    ]
-    raise TypeRuleError(
-        f"{name}: a replicated result is not the same on all ranks\n  " + "\n  ".join(lines),
-        help="split it by its out-spec, or find what differs: random numbers, or state of a rank",
-    )
-
-
-def _title(results: _Results, number: int) -> str:
-    count = len(results.types)
-    if number >= count:
-        return f"argument {results.written[number - count]}"
-    return "the result" if count == 1 else f"result {number}"
 
 
 def _version(function: SpmdFunction, instance: Any) -> object:

@@ -7,8 +7,7 @@ import pickle
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from iris.spmd.decorator import SpmdFunction
 from iris.spmd.mesh import mesh as make_mesh
 from iris.spmd.modules import held_leaves
 from iris.spmd.program import Options, Program, prepare
+from iris.spmd.timeline import Event, Recorder
 
 _STORE = 0x10CA1  # tag of the barrier between writing results and comparing them
 _LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
@@ -128,6 +128,42 @@ class Difference:
     there: Any
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What this rank holds of a global tensor.
+
+    ``pieces`` are ``(dim, start, length)`` of each split dim. ``first``: no earlier rank holds the
+    same. ``copied``: several ranks hold the same.
+    """
+
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[int, int, int], ...]
+    first: bool
+    copied: bool
+
+    @classmethod
+    def of(cls, type_: TensorType, mesh: Mesh, place: dict[str, int]) -> "_Part":
+        """The part of the rank at ``place``."""
+        pieces = []
+        for dim, (size, axes) in enumerate(zip(type_.shape, type_.spec, strict=True)):
+            start = 0
+            for axis in axes:
+                sizes = chunk_sizes(size, mesh.size(axis))
+                start, size = start + sum(sizes[: place[axis]]), sizes[place[axis]]
+            if axes:
+                pieces.append((dim, start, size))
+        others = [axis for axis, _ in mesh.axes if axis not in type_.split_axes]
+        first = not any(place[axis] for axis in others)
+        copied = any(mesh.size(axis) > 1 for axis in others)
+        return cls(type_.shape, tuple(pieces), first, copied)
+
+    def view(self, whole: Tensor) -> Tensor:
+        """The part of ``whole``; nothing is copied."""
+        for piece in self.pieces:
+            whole = whole.narrow(*piece)
+        return whole
+
+
 @dataclass
 class _Signature:
     """A signature as this rank keeps it."""
@@ -140,12 +176,13 @@ class _Signature:
     holes: list[tuple[int, int]]  # place among the leaves, tensor number
     leaves: list[Any]
     tree: pytree.TreeSpec
-    cuts: list[list[tuple[int, int, int]]]
-    program: Program | None = None  # of the last call whose results were stored
-    types: tuple[TensorType, ...] = ()  # of the results
+    inputs: list[_Part]
+    outputs: list[_Part] = field(default_factory=list)
+    program: Program | None = None  # whose results ``outputs`` are
+    # Of the call in progress:
     results: list[Tensor] = field(default_factory=list)
-    shards: list[Tensor] = field(default_factory=list)
-    written: dict[int, Tensor] = field(default_factory=dict)
+    shards: list[Tensor] = field(default_factory=list)  # in shared memory
+    written: dict[int, Tensor] = field(default_factory=dict)  # new values of arguments
 
 
 @dataclass
@@ -154,7 +191,8 @@ class _Host:
 
     memory: SharedMemory | None = None
     mesh: DeviceMesh | None = None
-    shape: tuple[int, ...] = ()
+    running: bool = False
+    recorder: Recorder | None = None
     definitions: dict[int, Definition] = field(default_factory=dict)
     signatures: dict[tuple[int, int], _Signature] = field(default_factory=dict)
 
@@ -181,22 +219,22 @@ def _task(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def task(*args: Any) -> Any:
+        host = _host()
         try:
-            with _interruptible():
-                return fn(*args)
+            host.running = True
+            return fn(*args)
         except BaseException as error:
             return _failure(error)
+        finally:
+            host.running = False
 
     return task
 
 
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _interrupt(number: int, frame: object) -> None:
+    """Stop a task; between two tasks there is nothing to stop."""
+    if _host().running:
+        raise KeyboardInterrupt
 
 
 def _failure(error: BaseException) -> Failure:
@@ -228,9 +266,9 @@ def enter(welcome: Welcome) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     context.iris(welcome.heap_size)
+    signal.signal(signal.SIGINT, _interrupt)
     host = _host()
     host.memory = SharedMemory.open(welcome.memory)
-    host.shape = welcome.shape
     if welcome.names is not None:
         host.mesh = make_mesh(welcome.shape, welcome.names)
 
@@ -255,7 +293,6 @@ def run_program(request: Request) -> Returned | list[Difference] | None:
     written = [names.index(name) for name, _ in program.graph.writes]
     signature.written = {index: tensors[index].clone() for index in written}
     result = program([signature.written.get(i, tensor) for i, tensor in enumerate(tensors)])
-    signature.shards = tensors
     signature.results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
     if request.outputs is not None and program is signature.program:
         return _store(signature, request.outputs)
@@ -269,8 +306,9 @@ def store(
     program: int, signature: int, types: tuple[TensorType, ...], outputs: tuple[int, ...]
 ) -> list[Difference]:
     """Write the results of the last call to the caller's tensors, and remember their types."""
-    kept = _host().signatures[program, signature]
-    kept.types = types
+    host, kept = _host(), _host().signatures[program, signature]
+    mesh = kept.binding.mesh
+    kept.outputs = [_Part.of(type_, mesh, host.coordinate(mesh)) for type_ in types]
     return _store(kept, outputs)
 
 
@@ -289,6 +327,22 @@ def trace_program(request: Request) -> tuple[Program, Any] | None:
     del shown.out_tree  # does not pickle without a warning
     places = list(range(len(program.outputs)))
     return shown, pytree.tree_unflatten(places, program.out_tree)
+
+
+@_task
+def record() -> None:
+    """Note what programs do from now on."""
+    host = _host()
+    host.recorder = Recorder(context.current().cur_rank)
+    host.recorder.start()
+
+
+@_task
+def recorded() -> list[Event]:
+    """Stop, and return what was noted."""
+    host = _host()
+    recorder, host.recorder = host.recorder, None
+    return recorder.stop() if recorder is not None else []
 
 
 def _apply(settings: Settings | None) -> None:
@@ -324,9 +378,9 @@ def _keep(binding: Binding, definition: Definition, host: _Host) -> _Signature:
     leaves, tree = pytree.tree_flatten((binding.args, binding.kwargs))
     holes = [(place, leaf.index) for place, leaf in enumerate(leaves) if isinstance(leaf, Hole)]
     place = host.coordinate(binding.mesh)
-    cuts = [cut(type_, binding.mesh, place) for type_ in binding.types]
+    parts = [_Part.of(type_, binding.mesh, place) for type_ in binding.types]
     function = SpmdFunction(definition.fn, definition.options, definition.static)
-    return _Signature(binding, function, definition.instance, holes, leaves, tree, cuts)
+    return _Signature(binding, function, definition.instance, holes, leaves, tree, parts)
 
 
 def _split_module(instance: Any, mesh: Mesh, place: dict[str, int]) -> None:
@@ -335,80 +389,52 @@ def _split_module(instance: Any, mesh: Mesh, place: dict[str, int]) -> None:
         if leaf.spec is not None:
             shape = tuple(leaf.value.shape)
             dims = leaf.spec.dims + ((),) * (len(shape) - len(leaf.spec.dims))
-            pieces = cut(TensorType("f32", shape, dims), mesh, place)
-            leaf.value.data = narrowed(leaf.value.data, pieces).clone()
+            part = _Part.of(TensorType("f32", shape, dims), mesh, place)
+            leaf.value.data = part.view(leaf.value.data).clone()
 
 
 def _bind(request: Request, signature: _Signature) -> tuple[Program, list[Tensor]]:
     """The program of a call, and this rank's shards of its tensors."""
     host, binding = _host(), signature.binding
     assert host.memory is not None
-    device = context.current().device
-    shards = []
-    for (offset, stride), type_, dtype, pieces in zip(
-        request.inputs, binding.types, binding.dtypes, signature.cuts, strict=True
-    ):
-        whole = host.memory.tensor(offset, dtype, type_.shape, stride)
-        shards.append(narrowed(whole, pieces).to(device))
+    device, leaves = context.current().device, list(signature.leaves)
+    places = zip(request.inputs, signature.inputs, binding.dtypes, strict=True)
+    signature.shards = [
+        part.view(host.memory.tensor(offset, dtype, part.shape, stride))
+        for (offset, stride), part, dtype in places
+    ]
     for place, index in signature.holes:
-        signature.leaves[place] = shards[index]
-    args, kwargs = pytree.tree_unflatten(signature.leaves, signature.tree)
+        leaves[place] = signature.shards[index].to(device)
+    args, kwargs = pytree.tree_unflatten(leaves, signature.tree)
     bound, program = signature.function._find(signature.instance, args, kwargs)
     return program, bound.tensors
 
 
-def cut(type_: TensorType, mesh: Mesh, place: dict[str, int]) -> list[tuple[int, int, int]]:
-    """What the rank at ``place`` holds of a tensor: ``(dim, start, length)`` of each split dim."""
-    pieces = []
-    for dim, (size, axes) in enumerate(zip(type_.shape, type_.spec, strict=True)):
-        start = 0
-        for axis in axes:
-            sizes = chunk_sizes(size, mesh.size(axis))
-            start, size = start + sum(sizes[: place[axis]]), sizes[place[axis]]
-        if axes:
-            pieces.append((dim, start, size))
-    return pieces
-
-
-def narrowed(whole: Tensor, pieces: Sequence[tuple[int, int, int]]) -> Tensor:
-    """A view of the part that ``cut`` found."""
-    for dim, start, length in pieces:
-        whole = whole.narrow(dim, start, length)
-    return whole
-
-
 def _store(signature: _Signature, outputs: Sequence[int]) -> list[Difference]:
     """Write this rank's parts of results and written arguments; compare what is replicated."""
-    host, ctx = _host(), context.current()
+    host, world = _host(), context.current().world
     assert host.memory is not None
-    mesh, types = signature.binding.mesh, signature.types
-    place = host.coordinate(mesh)
-    parts = []
-    for local, offset, type_ in zip(signature.results, outputs, types, strict=True):
-        stride = torch.empty(type_.shape, device="meta").stride()
-        whole = host.memory.tensor(offset, local.dtype, type_.shape, stride)
-        parts.append((type_, narrowed(whole, cut(type_, mesh, place)), local))
+    writes = []
+    for local, offset, part in zip(signature.results, outputs, signature.outputs, strict=True):
+        whole = host.memory.tensor(offset, local.dtype, part.shape)
+        writes.append((part, part.view(whole), local))
     for index, local in signature.written.items():
-        parts.append((signature.binding.types[index], signature.shards[index], local))
+        writes.append((signature.inputs[index], signature.shards[index], local))
     if signature.written:
-        ctx.world.sync(_STORE, "read the arguments")
-    for type_, shared, local in parts:
-        if not any(place[axis] for axis in mesh.names if type_.replicated_over(axis)):
+        world.sync(_STORE, "read the arguments")
+    for part, shared, local in writes:
+        if part.first:
             shared.copy_(local)
-    if not any(_is_copied(type_, mesh) for type_, _, _ in parts):
+    signature.results, signature.shards, signature.written = [], [], {}
+    if not any(part.copied for part, _, _ in writes):
         return []
-    ctx.world.sync(_STORE, "store the results")
+    world.sync(_STORE, "store the results")
     found = [
         _difference(number, shared, local)
-        for number, (type_, shared, local) in enumerate(parts)
-        if _is_copied(type_, mesh)
+        for number, (part, shared, local) in enumerate(writes)
+        if part.copied
     ]
     return [difference for difference in found if difference is not None]
-
-
-def _is_copied(type_: TensorType, mesh: Mesh) -> bool:
-    """Whether several ranks hold the same part of a value."""
-    return any(size > 1 and type_.replicated_over(axis) for axis, size in mesh.axes)
 
 
 def _difference(leaf: int, there: Tensor, here: Tensor) -> Difference | None:

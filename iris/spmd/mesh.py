@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from iris.errors import SpecError
 from iris.graph.types import Mesh
 from iris.runtime.context import current
+from iris.runtime.groups import Group
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,13 @@ class ProgramMesh:
     abstract: bool = False
 
     @classmethod
-    def of(cls, mesh: DeviceMesh | AbstractMesh) -> "ProgramMesh":
-        """The program mesh of a DeviceMesh, or of an AbstractMesh seen from its first place."""
+    def of(cls, mesh: DeviceMesh | AbstractMesh | Group) -> "ProgramMesh":
+        """The program mesh of a DeviceMesh, of an AbstractMesh seen from its first place, or of a
+        group of ranks (its one axis is called ``ranks``).
+        """
+        if isinstance(mesh, Group):
+            shape = Mesh((("ranks", mesh.size),))
+            return cls(shape, mesh.ranks, (("ranks", mesh.index),))
         if isinstance(mesh, AbstractMesh):
             shape = Mesh(tuple(zip(mesh.names, mesh.shape, strict=True)))
             ranks = tuple(range(math.prod(mesh.shape)))

@@ -1,4 +1,6 @@
-"""Decorated modules: whatever their parameters, attributes and submodules are at a call is what the call sees."""
+"""Decorated modules: whatever their parameters, attributes and submodules are at a call is what
+the call sees.
+"""
 
 import copy
 

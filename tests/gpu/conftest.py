@@ -1,4 +1,6 @@
-"""GPU tests run under a private MPS daemon, so that ranks sharing a GPU wait for each other in microseconds."""
+"""GPU tests run under a private MPS daemon, so that ranks sharing a GPU wait for each other in
+microseconds.
+"""
 
 import os
 from collections.abc import Iterator

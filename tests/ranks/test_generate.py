@@ -1,11 +1,12 @@
-"""Models of transformers over ranks: the tokens and logits of one process, whatever divides and whatever does not."""
+"""Models of transformers over ranks: the tokens and logits of one process, whatever divides and
+whatever does not.
+"""
 
 import pytest
 import torch
 
 import iris
-from iris.generate import __main__ as command
-from iris.generate import models
+from iris.generate import __main__ as command, models
 
 pytestmark = [
     pytest.mark.ranks,
@@ -142,15 +143,21 @@ def test_layers_of_one_form_are_traced_once(ranks):
         iris.iris(1 << 24)
         model = iris.parallelize(tiny("llama"))
         calls = []
+        first, _, third = model.model.layers
         for layer in model.model.layers:
-            layer.register_forward_hook(lambda *_, number=len(calls): calls.append(number))
-        first, second, _ = model.model.layers
-        second._forward_hooks = first._forward_hooks
+            layer.mlp.register_forward_hook(count := lambda *_: calls.append(1))
+        hooks = first.mlp._forward_hooks
+        for layer in model.model.layers:
+            layer.mlp._forward_hooks = hooks
         with torch.no_grad():
             model(ids)
-        return len(calls)
+        alike = len(calls)
+        third.mlp._forward_hooks = {0: count, **hooks}  # a layer of another form
+        with torch.no_grad():
+            model(ids[:, :1])
+        return alike, len(calls) - alike
 
-    assert ranks(1).run(run, prompts()[0][0], timeout=110) == [2]
+    assert ranks(1).run(run, prompts()[0][0], timeout=110) == [(1, 3)]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +166,8 @@ def test_layers_of_one_form_are_traced_once(ranks):
         (
             lambda: torch.nn.Linear(2, 2),
             "iris.parallelize does not know the form of Linear (Linear)\n"
-            "help: it knows causal language models of llama, mistral, qwen2, qwen3; build others from iris.nn",
+            "help: it knows causal language models of llama, mistral, qwen2, qwen3; "
+            "build others from iris.nn",
         ),
         (
             lambda: tiny("mistral", sliding_window=8),

@@ -1,6 +1,7 @@
 """The local mesh: global tensors in and out, notebook manners, and failures."""
 
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -89,6 +90,42 @@ def test_dtypes_and_strides(mesh, dtype):
     x = small_integers((6, 5)).to(dtype).t()
     assert torch.equal(f(x), x)
     assert torch.equal(f(x[:, 1:4]), x[:, 1:4])
+
+
+def test_a_result_without_dims(mesh):
+    f = iris.spmd(mesh=mesh, in_specs=P("tp"), out_specs=P())(
+        lambda x: iris.all_reduce(x.sum(), "tp")
+    )
+    assert f(torch.arange(7.0)).item() == 21
+
+
+def test_profile(mesh, tmp_path):
+    f = iris.spmd(mesh=mesh, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp"))(matmul)
+    x, w = torch.ones(8, 4), torch.ones(4, 8)
+    f(x, w)
+    with mesh.profile() as timeline:
+        f(x, w)
+    assert timeline.names(-1) == ["call matmul"]
+    for rank in range(4):
+        wait, gather, product = timeline.names(rank)
+        assert wait.startswith("wait in all_gather")
+        assert (gather, product) == ("all_gather %0", "mm %1")
+    assert all(event.start <= event.end for event in timeline.events)
+    timeline.save(tmp_path / "trace.json")
+    rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {row["tid"] for row in rows} == {-1, 0, 1, 2, 3}
+    assert {row["ph"] for row in rows} == {"M", "X"}
+    assert mesh.run(sys.gettrace) == [None] * 4
+
+
+def test_picture_of_a_profile(mesh):
+    pytest.importorskip("matplotlib")
+    with mesh.profile() as timeline:
+        _total(mesh)(torch.ones(4, 2))
+    (axes,) = timeline.plot().axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "caller", "rank 0", "rank 1", "rank 2", "rank 3"
+    ]  # fmt: skip
 
 
 def test_results_go_on_without_a_copy(mesh):

@@ -1,4 +1,6 @@
-"""Parallel layers against their unsharded twins, on worlds that divide their sizes and on worlds that do not."""
+"""Parallel layers against their unsharded twins, on worlds that divide their sizes and on worlds
+that do not.
+"""
 
 import pytest
 import torch
@@ -152,7 +154,9 @@ def _decode(dtype, spread):
         expected = _twin(parts, ids)
         cos, sin = (t.to(dtype).expand(2, -1, -1) for t in _angles(5))
         y, kept = module(ids.flatten() if spread else ids, cos, sin)
-        close = {"rtol": 0.05, "atol": 0.2} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+        close = (
+            {"rtol": 0.05, "atol": 0.2} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+        )
         torch.testing.assert_close(y.view(expected.shape).double(), expected, **close)
         if spread:
             continue
@@ -181,7 +185,11 @@ def test_key_heads_are_repeated_for_more_ranks(ranks):
         o = linear(6, 32, 5, torch.float32)
         layer = ParallelAttention.from_linear(q, k, v, o, heads=4, kv_heads=2)
         held = layer.qkv.shape  # each rank has one query, and the key and value it needs
-        return ctx.num_ranks, tuple(held), layer.qkv[0, 8:16].equal(k.weight[ctx.cur_rank // 2 * 8 :][:8])
+        return (
+            ctx.num_ranks,
+            tuple(held),
+            layer.qkv[0, 8:16].equal(k.weight[ctx.cur_rank // 2 * 8 :][:8]),
+        )
 
     assert ranks(4).run(run) == [(4, (1, 24, 6), True)] * 4
 
