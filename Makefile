@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PIP := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt
-WITH ?= test,check,demo
+WITH ?= test,check,demo,hf
 DEMO ?= --ranks 4
 TESTS ?= tests
 

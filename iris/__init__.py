@@ -27,7 +27,6 @@ from iris.errors import (  # noqa: E402
     TypeRuleError as TypeRuleError,
     UnsupportedError as UnsupportedError,
 )
-from iris.hf import parallelize as parallelize  # noqa: E402
 from iris.logging import (  # noqa: E402
     DEBUG as DEBUG,
     ERROR as ERROR,
@@ -49,8 +48,6 @@ from iris.spmd.collectives import (  # noqa: E402
     reduce_scatter as reduce_scatter,
 )
 from iris.spmd.decorator import spmd as spmd  # noqa: E402
-from iris.spmd.drawing import draw as draw  # noqa: E402
-from iris.spmd.local import local_mesh as local_mesh  # noqa: E402
 from iris.spmd.mesh import AbstractMesh as AbstractMesh, mesh as mesh  # noqa: E402
 from iris.spmd.namespaces import Ccl, Ops  # noqa: E402
 from iris.spmd.specs import P as P  # noqa: E402
@@ -61,26 +58,29 @@ __version__ = "0.1.0"
 Iris.ops = property(Ops, doc=Ops.__doc__)  # type: ignore[attr-defined]
 Iris.ccl = property(Ccl, doc=Ccl.__doc__)  # type: ignore[attr-defined]
 
-_DEVICE = {
-    **dict.fromkeys(("load", "store", "get", "put", "copy", "translate"), "ops"),
+_LAZY = {
+    **dict.fromkeys(("load", "store", "get", "put", "copy", "translate"), "iris.device.ops"),
     **dict.fromkeys(
         (
             f"atomic_{name}"
             for name in ("add", "sub", "cas", "xchg", "and", "or", "xor", "min", "max")
         ),
-        "atomics",
+        "iris.device.atomics",
     ),
-    **dict.fromkeys(("signal", "wait"), "signals"),
-    "DeviceContext": "context",
+    **dict.fromkeys(("signal", "wait"), "iris.device.signals"),
+    "DeviceContext": "iris.device.context",
+    "draw": "iris.spmd.drawing",
+    "local_mesh": "iris.spmd.local",
+    "parallelize": "iris.hf",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Names for use inside Triton kernels; they bring in triton, so they are imported when asked
-    for.
-    """
-    if name not in _DEVICE:
+    """Names whose modules are slow to import; ``iris.nn`` too."""
+    if name == "nn":
+        return importlib.import_module("iris.nn")
+    if name not in _LAZY:
         raise AttributeError(f"module 'iris' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"iris.device.{_DEVICE[name]}"), name)
+    value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value

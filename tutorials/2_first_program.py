@@ -18,6 +18,7 @@
 # %%
 import torch
 import torch.nn.functional as F
+from IPython.display import SVG
 
 import iris
 from iris import P
@@ -142,6 +143,12 @@ print(mlp.explain(x, w_up, w_down))
 
 # %%
 print(mlp.trace(x, w_up, w_down).lower().as_text())
+
+# %% [markdown]
+# And as a picture: a box is a stage.
+
+# %%
+SVG(iris.draw(mlp.trace(x, w_up, w_down).lower()))
 
 # %% [markdown]
 # ## Edit and run again

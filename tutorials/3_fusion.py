@@ -155,6 +155,19 @@ def both(x, w):
 
 print(both.trace(x, w_up).lower().as_text())
 
+# %% [markdown]
+# ## Who waits for whom
+#
+# `mesh.profile()` records when each rank did what. The names are those of the graph; `wait` is
+# time spent waiting for peers. `timeline.save("trace.json")` writes a trace for `ui.perfetto.dev`,
+# `timeline.plot()` draws it.
+
+# %%
+with mesh.profile() as timeline:
+    unfused(*args)
+for name in timeline.names(0):
+    print(name)
+
 # %%
 mesh.close()
 

@@ -7,7 +7,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Share of the GPU for each rank, in percent, that leaves whole partitions free of overlap (58, 26, 14 SMs of an H200's 132).
+# Share of the GPU for each rank, in percent, that leaves whole partitions free of overlap (58, 26,
+# 14 SMs of an H200's 132).
 PERCENT = {1: 100, 2: 45, 3: 30, 4: 20, 6: 14, 8: 12}
 
 
@@ -20,7 +21,8 @@ def share_of(ranks: int) -> int:
 def private_daemon(needed: bool) -> Iterator[dict[str, str]]:
     """Run an MPS daemon of our own for the time of the block; yields the environment its clients need.
 
-    Without need, or without the daemon's program, yields no environment: ranks are then time-sliced.
+    Without need, or without the daemon's program, yields no environment: ranks are then
+    time-sliced.
     """
     control = shutil.which("nvidia-cuda-mps-control")
     if not needed or control is None:

@@ -36,7 +36,8 @@ def time_graph(
 ) -> Time:
     """Time ``call`` in a graph of as many calls as last about ``span`` microseconds. Collective.
 
-    ``align`` enqueues a barrier of the ranks on the device before each replay, so that it is not the hosts' skew that is timed.
+    ``align`` enqueues a barrier of the ranks on the device before each replay, so that it is not
+    the hosts' skew that is timed.
     """
     inner = 4
     graph = capture(call, inner)

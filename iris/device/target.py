@@ -64,7 +64,23 @@ def _compiled_together(_semantic: Any = None) -> Any:
     )
 
 
-def _interpreted_together() -> None:
+@tl.core.extern
+def _compiled_fence_bulk(_semantic: Any = None) -> Any:
+    if _semantic.builder.options.backend_name != "cuda":
+        return None
+    zero = _semantic.to_tensor(0)
+    return tl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.u32 $0, $1;",
+        "=r,r,~{memory}",
+        [zero],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+        _semantic=_semantic,
+    )
+
+
+def _interpreted_nothing() -> None:
     pass
 
 
@@ -77,9 +93,11 @@ def _interpreted_load_acquire(ptr: Any, mask: Any) -> Any:
     return tl.atomic_add(ptr, 0, mask=mask, sem="acquire", scope="sys")
 
 
-# All threads of the program meet. Unlike `tl.debug_barrier`, it does not keep Triton from pipelining
-# the loop that holds it.
-together = _interpreted_together if INTERPRETED.value else _compiled_together
+# All threads of the program meet. Unlike `tl.debug_barrier`, it does not keep Triton from
+# pipelining the loop that holds it.
+together = _interpreted_nothing if INTERPRETED.value else _compiled_together
+# What was acquired by a wait is seen by loads through tensor descriptors too.
+fence_bulk = _interpreted_nothing if INTERPRETED.value else _compiled_fence_bulk
 clock = _interpreted_clock if INTERPRETED.value else _compiled_clock
 load_acquire = _interpreted_load_acquire if INTERPRETED.value else _compiled_load_acquire
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import iris
-from iris.errors import IrisError
+from iris.errors import IrisError, UnsupportedError
 from iris.generate import models, worker
 
 PROMPT = "What is the capital of France?"
@@ -23,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with console.status(f"read {options.model} …"):
             model, encode = models.load(options.model)
             prompt = encode(options.prompt)
+        if not prompt:
+            raise UnsupportedError("the prompt has no tokens", help="give at least one word")
         console.print(f"[dim]{options.ranks} ranks, {len(prompt)} prompt tokens[/]")
         reports = iris.launch(worker.run, options.ranks, model, prompt, options.tokens)
     except IrisError as error:

@@ -13,9 +13,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from iris.errors import UnsupportedError
 from iris.nn.attention import KVCache
 from iris.spmd.binding import tensor_key
+from iris.spmd.collectives import all_gather
 from iris.spmd.decorator import spmd
 from iris.spmd.statics import SIMPLE, static_key, submodules
 
+SPREAD = 256  # from so many rows on, a prefill's rows are split over ranks between matmuls
 SHORTEST = 16  # rows of a prefill are padded to this or a larger power of two: few shapes
 
 
@@ -77,9 +79,10 @@ def layer_forward(
     """One layer of the decoder: its output, and its new keys and values. See
     :meth:`ParallelAttention.forward`.
     """
+    rows = cos.shape[0] * cos.shape[1] if x.dim() == 2 else None
     attended, new = self.self_attn(self.input_layernorm(x), cos, sin, past, mask)
     x = x + attended
-    return x + self.mlp(self.post_attention_layernorm(x)), new
+    return x + self.mlp(self.post_attention_layernorm(x), rows), new
 
 
 def decode(
@@ -103,12 +106,16 @@ def decode(
     """
     decoder, held = model.model, []
     alike: dict[object, nn.Module] = {}
-    x = decoder.embed_tokens(ids)
+    embed, (batch, rows) = decoder.embed_tokens, ids.shape
+    spread = batch * rows >= SPREAD
+    x = embed(ids.flatten() if spread else ids, spread)
     for index, layer in enumerate(decoder.layers):
         before = past[0][index] if past else None
         weights = dict(layer.named_parameters())
         x, new = block(alike.setdefault(form(layer), layer), weights, x, cos, sin, before, mask)
         held.append(new)
+    if spread:
+        x = all_gather(x, embed.axis, 0, size=batch * rows).view(batch, rows, -1)
     return model.lm_head(decoder.norm(x.index_select(1, keep))), torch.stack(held)
 
 
@@ -136,7 +143,7 @@ def forward(
     if input_ids is None or refused:
         raise UnsupportedError(
             f"a parallelized model does not take {', '.join(refused) or 'no input_ids'}",
-            help="it takes input_ids, attention_mask, position_ids, cache, use_cache, logits_to_keep",
+            help="it takes input_ids, attention_mask, position_ids, cache, logits_to_keep",
         )
     known = _own_cache(past_key_values if cache is None else cache)
     batch, rows = input_ids.shape

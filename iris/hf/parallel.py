@@ -73,12 +73,12 @@ def _check(model: nn.Module) -> None:
     if kind not in FAMILY or not hasattr(model, "lm_head"):
         raise UnsupportedError(
             f"iris.parallelize does not know the form of {type(model).__name__} ({kind})",
-            help=f"it knows causal language models of {', '.join(FAMILY)}; build others from iris.nn",
+            help=f"it knows causal language models of {', '.join(FAMILY)}; others: iris.nn",
         )
     kinds = set(getattr(config, "layer_types", None) or ())
     if getattr(config, "sliding_window", None) and kinds != {"full_attention"}:
         raise UnsupportedError(
-            f"{type(model).__name__} attends through a sliding window of {config.sliding_window} rows",
+            f"{type(model).__name__} has a sliding window of {config.sliding_window} rows",
             help="set config.sliding_window = None where contexts are shorter than that",
         )
     if hasattr(model, "spmd"):

@@ -27,11 +27,10 @@ class ParallelAttention(nn.Module):
     Where there are more ranks than key heads and they divide, key heads are repeated, so that
     every rank has queries.
 
-    ``qkv`` holds, for each group, the rows of its queries, its key and its value. With
-    ``sequence_parallel`` x and y are ``[batch * rows / axis, K]``.
+    ``qkv`` holds, for each group, the rows of its queries, its key and its value. An x of two dims
+    is ``[batch * rows / axis, K]``, split by rows (sequence parallel), and so is y then.
 
-    >>> attention = iris.nn.ParallelAttention.from_linear(q, k, v, o, heads=9, kv_heads=3)   #
-    doctest: +SKIP
+    >>> layer = ParallelAttention.from_linear(q, k, v, o, heads=9, kv_heads=3)  # doctest: +SKIP
     """
 
     bias: Tensor | None
@@ -73,7 +72,6 @@ class ParallelAttention(nn.Module):
         k_norm: Norm | None = None,
         axis: str = "tp",
         mesh: DeviceMesh | None = None,
-        sequence_parallel: bool = False,
     ) -> "ParallelAttention":
         """Cut the four projections of an unsharded attention. SpecError where ``heads`` are no
         whole groups.
@@ -109,7 +107,6 @@ class ParallelAttention(nn.Module):
             None if o.bias is None else o.bias[:].detach().clone(),
             axis=axis,
             mesh=mesh,
-            sequence_parallel=sequence_parallel,
         )
         return cls(qkv, bias, out, width=width, scale=scale, q_norm=q_norm, k_norm=k_norm)
 
@@ -130,8 +127,8 @@ class ParallelAttention(nn.Module):
             mask: what is added to the scores, ``[batch, 1, rows, capacity + rows]``, needed with
                 ``past``; None is causal.
         """
-        batch, rows = cos.shape[:2]
-        if self.out.sequence_parallel:
+        (batch, rows), spread = cos.shape[:2], x.dim() == 2
+        if spread:
             x = all_gather(x, self.out.axis, 0, size=batch * rows, mesh=self.out.mesh)
         bias = None if self.bias is None else self.bias.flatten()
         qkv = F.linear(x, self.qkv.flatten(0, 1), bias)
@@ -143,7 +140,7 @@ class ParallelAttention(nn.Module):
         columns = groups * self.queries * self.width
         joined = found.permute(0, 3, 1, 2, 4).reshape(batch * rows, columns)
         y = F.linear(joined, self.out.weight.flatten(1)).view(*x.shape[:-1], -1)
-        return self.out.summed(y), torch.stack((k, v))
+        return self.out.summed(y, spread), torch.stack((k, v))
 
     def _normed(self, qk: Tensor) -> Tensor:
         """Queries and keys ``[batch, groups, queries + 1, rows, width]`` after the norms of their
@@ -183,7 +180,8 @@ def attend(
     assert mask is not None
     capacity = past.shape[-2]
     flat = q.flatten(2, 3) * scale
-    scores = torch.cat((flat @ past[0].mT, flat @ k.mT), -1).float().unflatten(2, q.shape[2:4])
+    scores = torch.cat((flat @ past[0].mT, flat @ k.mT), -1).float()
+    scores = scores.view(*q.shape[:4], -1)
     weights = (scores + mask.unsqueeze(2)).softmax(-1).to(q.dtype).flatten(2, 3)
     found = weights[..., :capacity] @ past[1] + weights[..., capacity:] @ v
     return found.view(q.shape)
@@ -192,10 +190,7 @@ def attend(
 def _rows(source: Source, heads: Iterable[int], rows: int) -> Tensor:
     """Blocks of ``rows`` rows of ``source``, one for each of ``heads``: ``[heads, rows, ...]``."""
     parts = [source[head * rows : (head + 1) * rows].detach() for head in heads]
-    if not parts:
-        parts = [source[:rows].detach()]
-        return torch.stack(parts)[:0]
-    return torch.stack(parts)
+    return torch.stack(parts) if parts else torch.stack([source[:rows].detach()]).narrow(0, 0, 0)
 
 
 class KVCache:

@@ -6,9 +6,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from iris.graph.types import chunk_sizes
-from iris.nn.linear import ColumnParallelLinear
+from iris.nn.linear import ColumnParallelLinear, add_up
 from iris.nn.shards import Place, Source, parameter
-from iris.spmd.collectives import all_reduce, axis_index, axis_size, reduce_scatter
+from iris.spmd.collectives import axis_index, axis_size
 from iris.spmd.modules import partition
 from iris.spmd.specs import P
 
@@ -58,16 +58,18 @@ class ParallelEmbedding(nn.Module):
         rows, words = Place.of(axis, mesh).take(weight, 0), weight.shape[0]
         return cls(rows, words=words, axis=axis, mesh=mesh, sequence_parallel=sequence_parallel)
 
-    def forward(self, index: Tensor) -> Tensor:
+    def forward(self, index: Tensor, sequence_parallel: bool | None = None) -> Tensor:
+        """``sequence_parallel`` here is for this call only."""
+        spread = self.sequence_parallel if sequence_parallel is None else sequence_parallel
+        return add_up(self._found(index), self.axis, self.mesh, spread)
+
+    def _found(self, index: Tensor) -> Tensor:
+        """The rows that this rank holds, and zeros for others."""
         largest = chunk_sizes(self.words, axis_size(self.axis, mesh=self.mesh))[0]
         here = index - axis_index(self.axis, mesh=self.mesh) * largest
         held = len(self.weight)
-        if held:
-            known = (here >= 0) & (here < held)
-            found = F.embedding(here.clamp(0, held - 1), self.weight)
-            found = torch.where(known.unsqueeze(-1), found, 0.0)
-        else:
-            found = self.weight.new_zeros(*index.shape, self.weight.shape[1])
-        if self.sequence_parallel:
-            return reduce_scatter(found, self.axis, 0, mesh=self.mesh)
-        return all_reduce(found, self.axis, mesh=self.mesh)
+        if not held:
+            return self.weight.new_zeros(*index.shape, self.weight.shape[1])
+        known = (here >= 0) & (here < held)
+        found = F.embedding(here.clamp(0, held - 1), self.weight)
+        return torch.where(known.unsqueeze(-1), found, 0.0)

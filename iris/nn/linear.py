@@ -117,12 +117,19 @@ class RowParallelLinear(nn.Module):
         weight = place.take(linear.weight, 1)
         return cls(weight, bias, axis=axis, mesh=mesh, sequence_parallel=sequence_parallel)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.summed(F.linear(x, self.weight))
+    def forward(self, x: Tensor, sequence_parallel: bool | None = None) -> Tensor:
+        """``sequence_parallel`` here is for this call only."""
+        spread = self.sequence_parallel if sequence_parallel is None else sequence_parallel
+        return self.summed(F.linear(x, self.weight), spread)
 
-    def summed(self, y: Tensor) -> Tensor:
-        """Add the ranks' parts ``y`` up, then the bias."""
-        combine = reduce_scatter if self.sequence_parallel else all_reduce
-        args = (0,) if self.sequence_parallel else ()
-        y = combine(y, self.axis, *args, mesh=self.mesh)
+    def summed(self, part: Tensor, sequence_parallel: bool) -> Tensor:
+        """Add the ranks' parts up, then the bias; keep this rank's rows or all of them."""
+        y = add_up(part, self.axis, self.mesh, sequence_parallel)
         return y if self.bias is None else y + self.bias
+
+
+def add_up(part: Tensor, axis: str, mesh: DeviceMesh | None, sequence_parallel: bool) -> Tensor:
+    """The sum of the ranks' parts: this rank's rows of it, or all of it."""
+    if sequence_parallel:
+        return reduce_scatter(part, axis, 0, mesh=mesh)
+    return all_reduce(part, axis, mesh=mesh)

@@ -54,10 +54,11 @@ class ParallelMLP(nn.Module):
             activation,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.down.sequence_parallel:
-            x = all_gather(x, self.down.axis, 0, mesh=self.down.mesh)
-        up = self.up(x)
-        if self.gate is None:
-            return self.down(self.activation(up))  # type: ignore[no-any-return]
-        return self.down(self.activation(self.gate(x)) * up)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
+        """``rows``: for this call, x and y are this rank's shards of so many rows."""
+        spread = self.down.sequence_parallel or rows is not None
+        if spread:
+            x = all_gather(x, self.down.axis, 0, size=rows, mesh=self.down.mesh)
+        h = self.activation(self.up(x) if self.gate is None else self.gate(x))
+        y: Tensor = self.down(h if self.gate is None else h * self.up(x), spread)
+        return y

@@ -1,12 +1,15 @@
 """Tensors that a process and its ranks see at once: the controller allocates, the ranks open."""
 
 import ctypes
+import io
 import math
 import mmap
 import os
+import pickle
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +17,9 @@ from torch import Tensor
 from iris.errors import HeapExhaustedError
 from iris.runtime.arena import Shelf
 from iris.runtime.segments import Address, Segment
+from iris.runtime.transport import Pickler
 
+_LARGE = 1 << 16  # bytes from which a pickled tensor goes through shared memory
 _SMALL_ALIGN, _PAGE = 64, mmap.PAGESIZE
 _GIVEN_BACK = 1 << 24  # bytes from which a freed block's pages go back to the system
 
@@ -55,6 +60,10 @@ class SharedMemory:
         span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
         flat = torch.frombuffer(memory, dtype=dtype, count=span, offset=offset)
         return flat.as_strided(shape, stride)
+
+    def loads(self, data: bytes, copy: bool) -> Any:
+        """Undo ``SharedArena.dumps``: tensors in shared memory are copied out, or used in place."""
+        return _Unpickler(data, self, copy).load()
 
 
 class SharedArena(SharedMemory):
@@ -109,6 +118,13 @@ class SharedArena(SharedMemory):
             return tensor
         return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
 
+    def dumps(self, value: object) -> tuple[bytes, list[Tensor]]:
+        """Pickle ``value``; large tensors go through the segment, and must be kept meanwhile."""
+        with io.BytesIO() as file:
+            pickler = _Pickler(file, self)
+            pickler.dump(value)
+            return file.getvalue(), pickler.kept
+
     def _free_dropped(self) -> None:
         while self._dropped:
             offset, nbytes = self._dropped.popleft()
@@ -116,3 +132,30 @@ class SharedArena(SharedMemory):
             if nbytes >= _GIVEN_BACK:
                 whole = nbytes // _PAGE * _PAGE
                 self.segment.memory.madvise(mmap.MADV_REMOVE, offset, whole)
+
+
+class _Pickler(Pickler):
+    """Leaves large CPU tensors in shared memory, and writes down where."""
+
+    def __init__(self, file: io.BytesIO, arena: SharedArena) -> None:
+        super().__init__(file)
+        self.kept: list[Tensor] = []
+        self._arena = arena
+
+    def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
+        plain = type(value) is Tensor and value.layout is torch.strided and not value.requires_grad
+        if not plain or value.device.type != "cpu" or value.nbytes < _LARGE:
+            return None
+        shared = self._arena.share(value)
+        self.kept.append(shared)
+        return self._arena.find(shared), shared.dtype, tuple(shared.shape), shared.stride()
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, memory: SharedMemory, copy: bool) -> None:
+        super().__init__(io.BytesIO(data))
+        self._memory, self._copy = memory, copy
+
+    def persistent_load(self, place: tuple[Any, ...]) -> Tensor:
+        tensor = self._memory.tensor(*place)
+        return tensor.clone() if self._copy else tensor

@@ -21,7 +21,7 @@ def dumps(value: object) -> bytes:
     if "triton" in sys.modules:
         import iris.device.pickling  # noqa: F401  (kernels travel too)
     with io.BytesIO() as file:
-        _Pickler(file).dump(value)
+        Pickler(file).dump(value)
         return file.getvalue()
 
 
@@ -58,7 +58,7 @@ def _build_code(
 _cloud_reduce = cloudpickle.CloudPickler.dispatch_table[CodeType]
 
 
-class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
     """Cloudpickle, except that it keeps file names, which it drops to make its output stable."""
 
     dispatch_table = cloudpickle.CloudPickler.dispatch_table.new_child({CodeType: _reduce_code})

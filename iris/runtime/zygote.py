@@ -12,6 +12,7 @@ write to the launcher's present stdout.
 import ctypes
 import functools
 import gc
+import importlib
 import os
 import signal
 import socket
@@ -28,6 +29,9 @@ _PR_SET_PDEATHSIG = 1
 _FORK, _REAP = b"fork", b"reap"
 _REPLY = struct.Struct("<qq")  # value, errno
 _RUNNING = -1
+# What programs need and `import iris` leaves out: slow to import, so done once, before the forks.
+_PRELOADED = ("iris.spmd.program", "iris.spmd.stages", "torch.distributed.tensor")
+
 # Variables that libraries read when they are imported. All others reach a rank after the fork.
 _READ_AT_IMPORT = ("KMP_", "LD_", "MKL_", "OMP_", "PYTHON", "PYTORCH_", "TORCH", "TRITON_")
 
@@ -114,6 +118,9 @@ def _hang_up(control: socket.socket, process: "subprocess.Popen[bytes]") -> None
 def serve(fd: int) -> None:
     """Main of the zygote: import once, then fork ranks until the launcher hangs up."""
     from iris.runtime import worker
+
+    for name in _PRELOADED:
+        importlib.import_module(name)
 
     gc.collect()
     gc.freeze()

@@ -10,7 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -20,15 +20,17 @@ from iris.runtime.context import current
 from iris.spmd.binding import Binder, Bound, alias_key
 from iris.spmd.context import TraceContext, tracing
 from iris.spmd.control import Controller
-from iris.spmd.explain import Explanation
 from iris.spmd.guards import Access, find_accesses, key_of
-from iris.spmd.inlining import call_inline
 from iris.spmd.mesh import AbstractMesh
 from iris.spmd.misses import Misses
 from iris.spmd.modules import decorate_module, held_leaves, is_module
-from iris.spmd.program import Compiler, Options, Program, prepare
-from iris.spmd.stages import Signature, Traced
+from iris.spmd.options import Options
 from iris.spmd.statics import Same, static_key
+
+if TYPE_CHECKING:
+    from iris.spmd.explain import Explanation
+    from iris.spmd.program import Program
+    from iris.spmd.stages import Traced
 
 CACHED_PROGRAMS = 64
 LOWERINGS = ("auto", "torch", "triton")
@@ -42,7 +44,7 @@ class _State:
     """
 
     accesses: dict[str, Access] = field(default_factory=dict)
-    programs: OrderedDict[object, Program] = field(default_factory=OrderedDict)
+    programs: "OrderedDict[object, Program]" = field(default_factory=OrderedDict)
     writing: set[object] = field(default_factory=set)  # keys whose programs write to arguments
     signatures: dict[tuple[object, ...], None] = field(default_factory=dict)
     misses: Misses = field(default_factory=Misses)
@@ -78,11 +80,11 @@ class SpmdFunction:
         __tracebackhide__ = True  # a notebook shows the user's frames only
         return self._call(None, args, kwargs)
 
-    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+    def trace(self, *args: Any, **kwargs: Any) -> "Traced":
         """Trace a call without running it. Collective, like a call."""
         return self._trace(None, args, kwargs)
 
-    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+    def explain(self, *args: Any, **kwargs: Any) -> "Explanation":
         """Every stage of the call's program, its algorithm and why, and what was not fused and why
         not.
         """
@@ -97,6 +99,8 @@ class SpmdFunction:
             return self._options.mesh.call_program(self, instance, args, kwargs)
         bound, program = self._find(instance, args, kwargs)
         if program.executable is None:
+            from iris.spmd.program import prepare  # brings in the tracer, which is slow to import
+
             prepare(program)
         return program(bound.tensors)
 
@@ -109,6 +113,8 @@ class SpmdFunction:
         self._find_accesses(instance, state)
         outside = tuple(key_of(access) for access in state.accesses.values())
         key = (id(self), bound.key, outside, _instance_key(instance))
+        from iris.spmd.inlining import call_inline
+
         return call_inline(self._function(instance), binder, bound, key, outer)
 
     def _function(self, instance: Any) -> Callable[..., Any]:
@@ -121,16 +127,19 @@ class SpmdFunction:
             for access in find_accesses(function, instance):
                 state.accesses.setdefault(f"{id(access.space)} {access.text}", access)
 
-    def _trace(self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+    def _trace(self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Traced":
         if isinstance(self._options.mesh, Controller):
-            traced: Traced = self._options.mesh.trace_program(self, instance, args, kwargs)
-            return traced
+            mesh: Any = self._options.mesh
+            return mesh.trace_program(self, instance, args, kwargs)  # type: ignore[no-any-return]
         bound, program = self._find(instance, args, kwargs)
+        from iris.spmd.program import prepare
+        from iris.spmd.stages import Signature, Traced
+
         return Traced(program, Signature(self._bindings(instance)[0], bound.key, prepare))
 
     def _find(
         self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Bound, Program]:
+    ) -> "tuple[Bound, Program]":
         binder, state = self._bindings(instance)
         bound = binder.bind(args, kwargs)
         key = self._key(instance, bound, state)
@@ -142,7 +151,7 @@ class SpmdFunction:
 
     def _compile(
         self, instance: Any, binder: Binder, bound: Bound, state: _State
-    ) -> tuple[object, Program]:
+    ) -> "tuple[object, Program]":
         fn = self._function(instance)
         self._find_accesses(instance, state)
         check_lowering(self._options.lowering or config.lowering())
@@ -154,6 +163,8 @@ class SpmdFunction:
         if len(state.signatures) > CACHED_PROGRAMS:
             state.signatures.pop(next(iter(state.signatures)))
         watched = tuple(state.accesses.values())
+        from iris.spmd.program import Compiler
+
         program = Compiler(fn, binder, bound, self._options, watched, held).run()
         base = self._key(instance, bound, state, aliases=False)
         if program.graph.writes:
@@ -204,7 +215,7 @@ class SpmdMethod:
         self.__wrapped_spmd__ = types.MethodType(function._fn, instance)
 
     @property
-    def programs(self) -> tuple[Program, ...]:
+    def programs(self) -> "tuple[Program, ...]":
         """Every program traced for this instance and still kept, the oldest first."""
         return tuple(self._function._bindings(self._instance)[1].programs.values())
 
@@ -214,11 +225,11 @@ class SpmdMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function._call(self._instance, args, kwargs)
 
-    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+    def trace(self, *args: Any, **kwargs: Any) -> "Traced":
         """See :meth:`SpmdFunction.trace`."""
         return self._function._trace(self._instance, args, kwargs)
 
-    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+    def explain(self, *args: Any, **kwargs: Any) -> "Explanation":
         """See :meth:`SpmdFunction.explain`."""
         return self.trace(*args, **kwargs).lower().explain()
 

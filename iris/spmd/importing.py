@@ -19,6 +19,7 @@ from iris.graph.types import Mesh, TensorType
 from iris.lower.dtypes import dtype_name
 from iris.spmd import recognised
 from iris.spmd.context import TraceContext
+from iris.spmd.inlining import CALL
 from iris.spmd.tracing import Output, Traced
 
 # Constants by a number of Python's, which may be a size of this rank's shard.
@@ -122,7 +123,7 @@ class Importer:
             assert isinstance(source, tuple)
             self._env[node] = source[node.args[1]]
             return
-        if node.target is torch.ops.iris.call.default:
+        if node.target is CALL:
             self._inline(node)
             return
         if node.target is torch.ops._c10d_functional.wait_tensor.default:

@@ -71,8 +71,8 @@ def _results(inputs: Sequence[Tensor], number: int) -> list[Tensor]:
 
 
 _LIBRARY.impl("call", _results, "Meta")
-_CALL = torch.ops.iris.call.default
-torch.fx.node.has_side_effect(_CALL)
+CALL = torch.ops.iris.call.default
+torch.fx.node.has_side_effect(CALL)
 
 
 def call_inline(
@@ -88,7 +88,7 @@ def call_inline(
     call = context.signatures[key]
     if call is None:
         return fn(*args, **kwargs)
-    results = _CALL(bound.tensors, call.number)
+    results = CALL(bound.tensors, call.number)
     leaves = [
         results[out.item]
         if out.kind == "value"

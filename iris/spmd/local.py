@@ -75,6 +75,7 @@ class _Entry:
     number: int
     version: object = None
     sent: bool = False
+    kept: list[Tensor] = field(default_factory=list)  # what it closes over, in shared memory
     signatures: dict[object, _Signature] = field(default_factory=dict)
 
 
@@ -127,7 +128,7 @@ class LocalMesh(Controller):
         __tracebackhide__ = True
         name = getattr(fn, "__name__", type(fn).__name__)
         with self._lock:
-            call = dumps((fn, args, kwargs))
+            call, _kept = self._arena.dumps((fn, args, kwargs))
             return self._call(name, local_rank.run_plain, self._changed_settings(), call)
 
     @contextmanager
@@ -339,7 +340,8 @@ class LocalMesh(Controller):
         definition = binding = None
         if not entry.sent:
             parts = function._fn, function._options, function._static, instance
-            definition = dumps(Definition(signature.binding.mesh, *parts))
+            whole = Definition(signature.binding.mesh, *parts)
+            definition, entry.kept = self._arena.dumps(whole)
         if not signature.sent:
             binding = dumps(signature.binding)
         forget, self._forget = tuple(self._forget), []

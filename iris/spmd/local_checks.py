@@ -28,6 +28,7 @@ def check_claims(name: str, leaves: Sequence[Leaf]) -> None:
 
 
 def check_grad(name: str, bound: Bound, instance: Any) -> None:
+    """No gradient is asked for."""
     held = instance.parameters() if isinstance(instance, nn.Module) else ()
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*bound.tensors, *held)):
         raise UnsupportedError(
@@ -40,11 +41,12 @@ def check_grad(name: str, bound: Bound, instance: Any) -> None:
 def check_equal(
     name: str, results: int, written: Sequence[int], differences: Sequence[Difference]
 ) -> None:
+    """Every rank has the same bits wherever the out-specs say so."""
     if not differences:
         return
     lines = [
-        f"{_title(d.leaf, results, written)} on rank {d.rank}: {d.count} of {d.size} elements differ "
-        f"from the first rank's, at {list(d.where)}: {d.here!r} and {d.there!r}"
+        f"{_title(d.leaf, results, written)} on rank {d.rank}: {d.count} of {d.size} elements "
+        f"differ from the first rank's, at {list(d.where)}: {d.here!r} and {d.there!r}"
         for d in differences
     ]
     raise TypeRuleError(

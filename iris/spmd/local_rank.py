@@ -26,7 +26,8 @@ from iris.runtime.worker import Failure
 from iris.spmd.decorator import SpmdFunction
 from iris.spmd.mesh import mesh as make_mesh
 from iris.spmd.modules import held_leaves
-from iris.spmd.program import Options, Program, prepare
+from iris.spmd.options import Options
+from iris.spmd.program import Program, prepare
 from iris.spmd.timeline import Event, Recorder
 
 _STORE = 0x10CA1  # tag of the barrier between writing results and comparing them
@@ -180,6 +181,7 @@ class _Signature:
     outputs: list[_Part] = field(default_factory=list)
     program: Program | None = None  # whose results ``outputs`` are
     # Of the call in progress:
+    ran: Program | None = None
     results: list[Tensor] = field(default_factory=list)
     shards: list[Tensor] = field(default_factory=list)  # in shared memory
     written: dict[int, Tensor] = field(default_factory=dict)  # new values of arguments
@@ -277,7 +279,9 @@ def enter(welcome: Welcome) -> None:
 def run_plain(settings: Settings | None, call: bytes) -> Any:
     """Run a plain function."""
     _apply(settings)
-    fn, args, kwargs = pickle.loads(call)
+    memory = _host().memory
+    assert memory is not None
+    fn, args, kwargs = memory.loads(call, copy=True)
     return fn(*args, **kwargs)
 
 
@@ -293,10 +297,10 @@ def run_program(request: Request) -> Returned | list[Difference] | None:
     written = [names.index(name) for name, _ in program.graph.writes]
     signature.written = {index: tensors[index].clone() for index in written}
     result = program([signature.written.get(i, tensor) for i, tensor in enumerate(tensors)])
+    signature.ran = program
     signature.results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
     if request.outputs is not None and program is signature.program:
         return _store(signature, request.outputs)
-    signature.program = program
     described = pytree.tree_map_only(Tensor, lambda t: Meta(t.dtype, tuple(t.shape)), result)
     return Returned(described, tuple(written))
 
@@ -308,6 +312,7 @@ def store(
     """Write the results of the last call to the caller's tensors, and remember their types."""
     host, kept = _host(), _host().signatures[program, signature]
     mesh = kept.binding.mesh
+    kept.program = kept.ran
     kept.outputs = [_Part.of(type_, mesh, host.coordinate(mesh)) for type_ in types]
     return _store(kept, outputs)
 
@@ -364,7 +369,9 @@ def _signature(request: Request) -> _Signature:
         for key in [key for key in host.signatures if key[0] == number]:
             del host.signatures[key]
     if request.definition is not None:
-        host.definitions[request.program] = definition = pickle.loads(request.definition)
+        assert host.memory is not None
+        definition: Definition = host.memory.loads(request.definition, copy=False)
+        host.definitions[request.program] = definition
         place = host.coordinate(definition.mesh)
         _split_module(definition.instance, definition.mesh, place)
     if request.binding is not None:

@@ -30,22 +30,9 @@ from iris.spmd.dump import Dump
 from iris.spmd.guards import Access
 from iris.spmd.importing import Importer
 from iris.spmd.mesh import ProgramMesh
+from iris.spmd.options import Options
 from iris.spmd.specs import Leaf, axes_in, match, offences
 from iris.spmd.tracing import Output, Traced, trace, tracer_node
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the decorator was told."""
-
-    name: str
-    mesh: Any = None
-    in_specs: Any = None
-    out_specs: Any = None
-    lowering: str | None = None
-    fuse: bool = True
-    replay: bool = True
-    outputs: str = "fresh"
 
 
 @dataclass

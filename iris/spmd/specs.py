@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from iris.errors import SpecError
 from iris.graph.types import Mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 Dim = None | str | tuple[str, ...]
 
@@ -85,8 +87,10 @@ def axes_in(specs: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def from_placements(placements: Sequence[Placement], mesh: Mesh) -> P:
+def from_placements(placements: "Sequence[Placement]", mesh: Mesh) -> P:
     """The spec that DTensor placements (one a mesh axis) mean."""
+    from torch.distributed.tensor import Partial, Replicate, Shard  # slow to import
+
     if len(placements) != len(mesh.axes):
         raise SpecError(
             f"{len(placements)} placements for a mesh of {len(mesh.axes)} axes ({mesh})"
@@ -107,11 +111,11 @@ def from_placements(placements: Sequence[Placement], mesh: Mesh) -> P:
 
 
 def is_placements(spec: Any) -> bool:
-    return (
-        isinstance(spec, list | tuple)
-        and len(spec) > 0
-        and all(isinstance(item, Placement) for item in spec)
-    )
+    """Whether ``spec`` is a sequence of DTensor placements."""
+    if not isinstance(spec, list | tuple) or not spec:
+        return False
+    types = {base for item in spec for base in type(item).__mro__}
+    return any(base.__module__.startswith("torch.distributed.tensor") for base in types)
 
 
 def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -129,6 +133,8 @@ def match(specs: Any, value: Any, mesh: Mesh, path: str = "") -> list[Leaf]:
     if isinstance(specs, P) or specs is None or is_placements(specs):
         spec = from_placements(specs, mesh) if is_placements(specs) else specs
         return [Leaf(where, leaf, spec) for where, leaf in leaves_of(value, path)]
+    if type(specs) is type(value) is dict and specs.keys() == value.keys():
+        specs = {key: specs[key] for key in value}  # in any order
     wanted, _ = pytree.tree_flatten_with_path(specs, is_leaf=lambda s: s is not specs)
     found, _ = pytree.tree_flatten_with_path(value, is_leaf=lambda v: v is not value)
     keys = [key for key, _ in wanted]

@@ -15,6 +15,7 @@ pytestmark = [
 ]
 
 transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
 TOKENS = 6
 KINDS = {
     "llama": {"tie_word_embeddings": True},
@@ -76,12 +77,14 @@ def _tiny(kind, heads, kv_heads, prompts):
 
 
 def prompts():
-    """One prompt, a longer one, and a batch of two lengths, padded on the left."""
+    """A prompt, a longer one, a batch padded on the left, and one whose rows are split over ranks."""
     draw = torch.Generator().manual_seed(1)
-    ids = [torch.randint(2, 61, shape, generator=draw) for shape in ((1, 5), (1, 33), (2, 9))]
+    ids = [
+        torch.randint(2, 61, shape, generator=draw) for shape in ((1, 5), (1, 33), (2, 9), (2, 130))
+    ]
     mask = torch.ones_like(ids[2])
     mask[0, :4] = ids[2][0, :4] = 0
-    return [(ids[0], None), (ids[1], None), (ids[2], mask)]
+    return [(ids[0], None), (ids[1], None), (ids[2], mask), (ids[3], None)]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -135,6 +138,7 @@ def test_explain_counts_every_collective(ranks):
         ("decode 1x1, cache of 64", "all_reduce"): (7, 7),
         ("decode 1x1, cache of 64", "all_gather"): (1, 1),
     }
+    assert summary.alone == ()
     assert "decode 1x1, cache of 64" in str(summary)
 
 
@@ -152,7 +156,7 @@ def test_layers_of_one_form_are_traced_once(ranks):
         with torch.no_grad():
             model(ids)
         alike = len(calls)
-        third.mlp._forward_hooks = {0: count, **hooks}  # a layer of another form
+        third.mlp._forward_hooks = {-1: count, **hooks}  # a layer of another form
         with torch.no_grad():
             model(ids[:, :1])
         return alike, len(calls) - alike
@@ -167,11 +171,11 @@ def test_layers_of_one_form_are_traced_once(ranks):
             lambda: torch.nn.Linear(2, 2),
             "iris.parallelize does not know the form of Linear (Linear)\n"
             "help: it knows causal language models of llama, mistral, qwen2, qwen3; "
-            "build others from iris.nn",
+            "others: iris.nn",
         ),
         (
             lambda: tiny("mistral", sliding_window=8),
-            "MistralForCausalLM attends through a sliding window of 8 rows\n"
+            "MistralForCausalLM has a sliding window of 8 rows\n"
             "help: set config.sliding_window = None where contexts are shorter than that",
         ),
     ],
@@ -218,6 +222,22 @@ def test_the_command_streams(smollm2, monkeypatch, capfd):
     assert "The capital of France is Paris.\n" in shown
     assert "61 of 61" in shown
     assert "tokens/s" in shown
+
+
+def test_a_folder_of_safetensors(tmp_path, capfd):
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({f"w{number}": number for number in range(61)}, unk_token="w0")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    whole = tiny("qwen3", 4, 2, tie_word_embeddings=False)
+    whole.save_pretrained(tmp_path)
+    options = ["--model", str(tmp_path), "--ranks", "3", "--tokens", "5", "--prompt", "w7 w8 w9"]
+    assert command.main(options) == 0
+    tokens = ask(whole, torch.tensor([[7, 8, 9]]), tokens=5)[0][0, 3:].tolist()
+    assert " ".join(f"w{token}" for token in tokens) in capfd.readouterr().out
+    assert command.main([*options[:-1], ""]) == 1
+    assert "the prompt has no tokens" in capfd.readouterr().out
 
 
 def test_the_command_says_what_it_cannot_find(capfd):

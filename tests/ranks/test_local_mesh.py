@@ -235,6 +235,37 @@ def test_modules_and_their_updates(mesh):
         module(x)
 
 
+def test_programs_in_programs(mesh):
+    inner = _total(mesh)
+
+    @iris.spmd(mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
+    def outer(x):
+        return x - inner(x)
+
+    x = small_integers((6, 2))
+    for _ in range(3):
+        assert torch.equal(outer(x), x - x.sum(0))
+
+
+def test_large_tensors_that_a_function_closes_over(mesh):
+    weight = torch.randn(300, 200)
+    f = iris.spmd(mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))(lambda x: x @ weight.t())
+    x = torch.randn(4, 200)
+    assert_close(f(x), x @ weight.t())
+    sent = _definitions(mesh)
+    weight.zero_()
+    assert not f(x).any()
+    assert len(sent) == 1
+    assert len(sent[0]) < 10_000
+
+    def write(kept):
+        kept += 1
+        return kept.sum().item()
+
+    assert mesh.run(write, weight) == [weight.numel()] * 4
+    assert not weight.any()
+
+
 def test_a_partitioned_module_is_split(mesh):
     module = partition(nn.Linear(6, 8), {"weight": P("tp"), "bias": P("tp")})
     decorate = iris.spmd(mesh=mesh, in_specs=P(), out_specs=P(None, "tp"))

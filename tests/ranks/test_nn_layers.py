@@ -90,7 +90,7 @@ class Decoder(nn.Module):
         options = {"sequence_parallel": spread}
         self.embed = ParallelEmbedding.from_weight(embed, **options)
         self.norm = RMSNorm.from_weight(norm, 1e-5)
-        self.attention = ParallelAttention.from_linear(*qkvo, heads=HEADS, kv_heads=KV, **options)
+        self.attention = ParallelAttention.from_linear(*qkvo, heads=HEADS, kv_heads=KV)
         self.mlp = ParallelMLP.from_linear(*mlp, **options)
 
     def forward(self, ids, cos, sin, past=None, mask=None):

@@ -16,8 +16,8 @@ from iris.graph.types import Mesh, TensorType
 class AllGather(Op):
     """Give every rank of ``axis`` the whole of ``dim``: ``f32[8/tp, 4] -> f32[8, 4]``.
 
-    A varying value is stacked as it is: ``f32[2, 4]~tp -> f32[8, 4]`` on four ranks; or, where the program said how many
-    rows there are in all and this rank's are its shard of them, ``f32[2, 4]~tp -> f32[7, 4]``.
+    A varying value is stacked as it is: ``f32[2, 4]~tp -> f32[8, 4]`` on four ranks; or, where the
+    program said how many rows there are and this rank has its shard of them, ``-> f32[7, 4]``.
     """
 
     name = "all_gather"
@@ -48,7 +48,9 @@ class AllGather(Op):
     def _rows(
         self, ctx: InferContext, axes: tuple[str, ...], held: int, told: int | None
     ) -> int:
-        """Rows after gathering ``held`` rows of each rank; ``told``, if shards of that many rows are what this rank holds."""
+        """Rows after gathering ``held`` of each rank; ``told``, if this rank's shard of that many
+        rows is what it holds.
+        """
         if told is not None and told != held * group_size(ctx.mesh, axes):
             index = 0
             for axis in axes:

@@ -1,7 +1,8 @@
 """``all_gather(x, dim=0) @ w`` for one or several weights, in one kernel.
 
-Every rank pushes its rows to all ranks (each byte crosses a link once), then computes tiles, its own rows first. A tile waits only
-for the ranks whose rows it needs. See NOTE [Epochs] and NOTE [Progress].
+Every rank pushes its rows to all ranks (each byte crosses a link once), then computes tiles, its
+own rows first. A tile waits only for the ranks whose rows it needs. See NOTE [Epochs] and NOTE
+[Progress].
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from iris.device.target import device_function
+from iris.device.target import device_function, fence_bulk
 from iris.lower.kernels.config import GemmConfig, Tiling, default_config
 from iris.lower.kernels.gemm import finish_piece, identity, nothing, run_segments
 from iris.lower.kernels.host import (
@@ -43,58 +44,75 @@ from iris.lower.kernels.protocol import (
 
 
 @device_function
-def push_rows(x, m, K, staging, row, ld, state, S: tl.constexpr):
-    """Send ``x = (source, row stride, column stride)``, [m, K], to rows ``row ..`` of every member's staging, by ticket.
+def _block(block, columns, S: tl.constexpr):
+    """Rows and columns of a block of a matrix with ``columns`` columns."""
+    across = tl.cdiv(columns, S.columns)
+    rows = block // across * S.rows + tl.arange(0, S.rows)
+    return rows, block % across * S.columns + tl.arange(0, S.columns)
 
-    Returns how many blocks this program sent, and how many there are.
+
+@device_function
+def _blocks(rows, columns, S: tl.constexpr):
+    return tl.cdiv(rows, S.rows) * tl.cdiv(columns, S.columns)
+
+
+@device_function
+def _push_rows(x, m, K, staging, row, ld, state, S: tl.constexpr):
+    """Send ``x = (source, row stride, column stride)`` to rows ``row ..`` of every member's staging.
+
+    By ticket. Returns how many blocks this program sent.
     """
     W: tl.constexpr = S.world
-    across = tl.cdiv(K, S.columns)
-    total = tl.cdiv(m, S.rows) * across
     sent = 0
     block = ticket(state, 0)
-    while block < total:
-        r = block // across * S.rows + tl.arange(0, S.rows)
-        c = block % across * S.columns + tl.arange(0, S.columns)
+    while block < _blocks(m, K, S):
+        r, c = _block(block, K, S)
         mask = (r < m)[:, None] & (c < K)[None, :]
-        value = tl.load(
-            x[0] + (r[:, None].to(tl.int64) * x[1] + c[None, :].to(tl.int64) * x[2]), mask=mask
-        )
-        at = (row + r[:, None].to(tl.int64)) * ld + c[None, :]
+        at = r.to(tl.int64)[:, None] * x[1] + c.to(tl.int64)[None, :] * x[2]
+        value = tl.load(x[0] + at, mask=mask)
+        at = (row + r.to(tl.int64))[:, None] * ld + c[None, :]
         for member in tl.static_range(W):
-            tl.store(peer(staging, member, x[0].dtype.element_ty) + at, value, mask=mask)
+            tl.store(peer(staging, member, S.dtype) + at, value, mask=mask)
         sent += 1
         block = ticket(state, 0)
-    return sent, total
+    return sent
+
+
+@device_function
+def _copy_gathered(source, M, K, ld, out, number, line, S: tl.constexpr):
+    """Copy the gathered x from staging to ``out`` [M, K], when all ranks' rows are there."""
+    flags, epoch, state, watch = line
+    wait_members(flags, 0, S.world - 1, epoch, watch, S.lanes)
+    block = number
+    while block < _blocks(M, K, S):
+        r, c = _block(block, K, S)
+        mask = (r < M)[:, None] & (c < K)[None, :]
+        r = r.to(tl.int64)[:, None]
+        value = tl.load(source + r * ld + c[None, :], mask=mask, cache_modifier=".cg")
+        tl.store(out + r * K + c[None, :], value, mask=mask)
+        block = ticket(state, 1) + tl.num_programs(0)
 
 
 @device_function
 def _begin(env, row, column, T: tl.constexpr):
     """Wait for the ranks whose rows the tile at ``row`` needs."""
-    flags, M, shard, epoch, watch, _, _, _ = env
+    M, shard, line, _, _, _ = env
     last = tl.minimum(row + T.block_m, M) - 1
-    wait_members(flags, row // shard, last // shard, epoch, watch, T.lanes)
+    wait_members(line[0], row // shard, last // shard, line[1], line[3], T.lanes)
+    if T.a_mode != 0:
+        fence_bulk()
 
 
 @device_function
 def _emit(env, tiles, row, column, epilogue, T: tl.constexpr):
-    _, M, _, _, _, N, out, args = env
+    M, _, _, N, out, args = env
     finish_piece(tiles, row, column, out, M, N, epilogue, args, T)
 
 
-@device_function
-def _weight(index, a, b, b2, N, out, K, plan, number, wait_for, epilogue, args, T: tl.constexpr):
-    flags, M, shard, epoch, watch = wait_for
-    heads, table, scratch, counts, members = plan
-    env = (flags, M, shard, epoch, watch, N, out, args)
-    plan = (heads + 3 * index, table, scratch, counts, epoch, members)
-    run_segments(a, b, b2, K, plan, number, _begin, _emit, nothing, env, epilogue, T)
-
-
 @triton.jit(do_not_specialize=["dry", "m", "rank", "stage"])
-def _kernel(
+def all_gather_matmul_kernel(
     dry, x, x_row, x_column, m, staging, flags, state, record, stage, rank, M, K, ld, shard, a_desc,
-    heads, table, scratch, counts,
+    gathered, heads, table, scratch, counts,
     b0, b0_row, b0_k, N0, out0, out0_row, out0_column,
     b1, b1_row, b1_k, N1, out1, out1_row, out1_column,
     b2, b2_row, b2_k, N2, out2, out2_row, out2_column,
@@ -103,84 +121,51 @@ def _kernel(
     if dry == 0:
         epoch, number = enter(state)
         half = (epoch & 1) * M
-        sent, total = push_rows(
-            (x, x_row, x_column), m, K, staging, half + rank * shard, ld, state, T
-        )
-        if finished(state, 0, sent, total, number):
+        row = half + rank * shard
+        sent = _push_rows((x, x_row, x_column), m, K, staging, row, ld, state, T)
+        if finished(state, 0, sent, _blocks(m, K, T), number):
             publish(flags, rank, epoch, T.world, T.lanes)
-        mine = peer(flags, rank, tl.int32)
-        if T.a_mode == 0:
-            a = (peer(staging, rank, T.dtype), half + M, ld, 1, half)
-        else:
+        line = (peer(flags, rank, tl.int32), epoch, state, (record, stage))
+        source = peer(staging, rank, T.dtype)
+        a = (source, half + M, ld, 1, half)
+        if T.a_mode != 0:
             a = (a_desc, M, ld, 1, half)
-        wait_for = (mine, M, shard, epoch, (record, stage))
-        plan = (heads, table, scratch, counts, team(state))
+        members = team(state)
         w0 = (b0, N0, b0_row, b0_k)
         w1 = (b1, N1, b1_row, b1_k)
         w2 = (b2, N2, b2_row, b2_k)
-        _weight(
-            0,
-            a,
-            w0,
-            w1,
-            N0,
-            (out0, out0_row, out0_column),
-            K,
-            plan,
-            number,
-            wait_for,
-            epilogue,
-            args,
-            T,
-        )
+        plan = (heads, table, scratch, counts, epoch, members)
+        env = (M, shard, line, N0, (out0, out0_row, out0_column), args)
+        run_segments(a, w0, w1, K, plan, number, _begin, _emit, nothing, env, epilogue, T)
         if T.weights > 1:
-            _weight(
-                1,
-                a,
-                w1,
-                w1,
-                N1,
-                (out1, out1_row, out1_column),
-                K,
-                plan,
-                number,
-                wait_for,
-                epilogue,
-                args,
-                T,
-            )
+            plan = (heads + 3, table, scratch, counts, epoch, members)
+            env = (M, shard, line, N1, (out1, out1_row, out1_column), args)
+            run_segments(a, w1, w1, K, plan, number, _begin, _emit, nothing, env, epilogue, T)
         if T.weights > 2:
-            _weight(
-                2,
-                a,
-                w2,
-                w2,
-                N2,
-                (out2, out2_row, out2_column),
-                K,
-                plan,
-                number,
-                wait_for,
-                epilogue,
-                args,
-                T,
-            )
+            plan = (heads + 6, table, scratch, counts, epoch, members)
+            env = (M, shard, line, N2, (out2, out2_row, out2_column), args)
+            run_segments(a, w2, w2, K, plan, number, _begin, _emit, nothing, env, epilogue, T)
+        if gathered is not None:
+            first = source + half.to(tl.int64) * ld
+            _copy_gathered(first, M, K, ld, gathered, number, line, T)
         if T.meet:
-            meet(mine, number, epoch, (record, stage), T.world, T.lanes)
+            meet(line[0], number, epoch, line[3], T.world, T.lanes)
         leave(state, epoch)
 
 
 class AllGatherMatmul:
     """``out[i] = epilogue(all_gather(x, dim=0) @ w[i])`` over a group, one kernel.
 
-    ``x`` is this rank's rows of [M, K] (torch.chunk's split), ``w[i]`` is [K, columns[i]] of any strides, ``out[i]`` [M, columns[i]].
-    With ``zipped`` two weights of equal width share one epilogue and one output: ``out[0] = epilogue((x @ w[0], x @ w[1]))``.
+    ``x`` is this rank's rows of [M, K] (torch.chunk's split), ``w[i]`` is [K, columns[i]] of any
+    strides, ``out[i]`` [M, columns[i]]. With ``zipped`` two weights of equal width share one
+    epilogue and one output: ``out[0] = epilogue((x @ w[0], x @ w[1]))``.
 
     Example::
 
-        up = AllGatherMatmul.create(ctx, ctx.world, M=4096, K=8192, columns=[7168], dtype=torch.bfloat16)
-        up.warm(x, [w], out=[h]); ctx.barrier()     # loads the kernel; no rank waits inside a kernel before all have
-        up(x, [w], out=[h])                         # only launches
+        up = AllGatherMatmul.create(ctx, ctx.world, M=4096, K=8192, columns=[7168],
+        dtype=torch.bfloat16) up.warm(x, [w], out=[h]); ctx.barrier()     # loads the kernel; no
+        rank waits inside a kernel before all have up(x, [w], out=[h])                         #
+        only launches
     """
 
     MAX_WEIGHTS = 3
@@ -209,7 +194,7 @@ class AllGatherMatmul:
         self.ld = round_up(max(1, self.K), 16)
         half = self.M * self.ld * dtype.itemsize
         halves = workspace.local[: 2 * half].view(dtype).view(2 * self.M, self.ld)
-        self.gathered = halves[:, : self.K]
+        self.staged = halves[:, : self.K]
 
     @classmethod
     def create(
@@ -247,13 +232,14 @@ class AllGatherMatmul:
         *,
         out: Sequence[Tensor],
         args: tuple[Any, ...] = (),
+        gathered: Tensor | None = None,
         dry: int = 0,
     ) -> None:
-        """Launch on the current stream."""
+        """Launch on the current stream. ``gathered`` [M, K], contiguous, receives the gathered x."""
         T = self.T
         if self.M == 0:
             return
-        a_mode = TMA_K if self.config.tma and self.gathered.is_cuda and self.K > 0 else 0
+        a_mode = TMA_K if self.config.tma and self.staged.is_cuda and self.K > 0 else 0
         columns = [w.T for w in weights]
         T = T.with_modes(
             a_mode=a_mode,
@@ -270,10 +256,10 @@ class AllGatherMatmul:
             slots += [target(out[i], T), *out[i].stride()] if i < len(out) else [None, 0, 0]
         work, share = self.workspace, self.share
         shard = shard_rows(self.M, self.group.size)
-        a = operand(self.gathered, a_mode, T.block_m, T.block_k) if a_mode else None
-        _kernel[(share.programs,)](
+        a = operand(self.staged, a_mode, T.block_m, T.block_k) if a_mode else None
+        all_gather_matmul_kernel[(share.programs,)](
             dry, x, *x.stride(), x.shape[0], work.staging, work.flags, work.state, *work.watch, self.group.index,
-            self.M, self.K, self.ld, shard, a, share.heads, share.table, share.scratch, share.counts, *slots, args,
+            self.M, self.K, self.ld, shard, a, gathered, share.heads, share.table, share.scratch, share.counts, *slots, args,
             self.epilogue, T, num_warps=self.config.warps, num_stages=self.config.stages,
         )  # fmt: skip
 
@@ -284,6 +270,7 @@ class AllGatherMatmul:
         *,
         out: Sequence[Tensor],
         args: tuple[Any, ...] = (),
+        gathered: Tensor | None = None,
     ) -> None:
         """Compile and load the kernel for these operands without running it."""
-        self(x, weights, out=out, args=args, dry=1)
+        self(x, weights, out=out, args=args, gathered=gathered, dry=1)

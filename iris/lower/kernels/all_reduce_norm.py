@@ -1,8 +1,8 @@
 """``all_reduce(x)``, plus a residual, then RMSNorm: the step between two layers of a decoder, in one
 kernel.
 
-One-shot: every rank sends its rows to all ranks, and each sums them, a row a program, in rank order.
-For few rows; see NOTE [Epochs] and NOTE [Progress] in protocol.py.
+One-shot: every rank sends its rows to all ranks, and each sums them, a row a program, in rank
+order. For few rows; see NOTE [Epochs] and NOTE [Progress] in protocol.py.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,9 @@ class Rows:
 
 
 @device_function
-def _push_rows(x, x_row, M, N, ld, slot, rank, blocks, staging, flags, epoch, state, R: tl.constexpr):
+def _push_rows(
+    x, x_row, M, N, ld, slot, rank, blocks, staging, flags, epoch, state, R: tl.constexpr
+):
     """Send this rank's rows to every member's slot, block by block, by ticket."""
     W: tl.constexpr = R.world
     columns = tl.arange(0, R.columns)
@@ -100,9 +102,10 @@ def all_reduce_norm_kernel(
 class AllReduceNorm:
     """``summed = all_reduce(x) + residual``; ``out = rms_norm(summed) * weight``, one kernel.
 
-    ``x``, ``residual``, ``summed`` and ``out`` are [M, N] with contiguous rows; ``residual``, ``weight`` [N]
-    and ``summed`` may be None. The sum over ranks is fp32 in rank order and rounded, the residual is
-    added in the type of ``x``, the norm is fp32: what the separate torch operators give.
+    ``x``, ``residual``, ``summed`` and ``out`` are [M, N] with contiguous rows; ``residual``,
+    ``weight`` [N] and ``summed`` may be None. The sum over ranks is fp32 in rank order and rounded,
+    the residual is added in the type of ``x``, the norm is fp32: what the separate torch operators
+    give.
 
     Example::
 

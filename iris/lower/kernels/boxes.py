@@ -59,8 +59,8 @@ def operand_box(x: Tensor) -> tuple[int, ...]:
 class Piece:
     """A box of a member's operand (contiguous, of ``source``'s shape) that becomes a box of the result.
 
-    ``source`` and ``target`` are the shapes of the whole tensors; the box has ``shape`` and begins at
-    ``take`` of dim ``from_dim`` there, and at ``put`` of dim ``to_dim`` here.
+    ``source`` and ``target`` are the shapes of the whole tensors; the box has ``shape`` and begins
+    at ``take`` of dim ``from_dim`` there, and at ``put`` of dim ``to_dim`` here.
     """
 
     member: int
@@ -94,7 +94,8 @@ def pack_pieces(
 ) -> tuple[Tensor, int]:
     """Return the table that the kernel reads, int64[pieces + 1, 17], and the number of blocks.
 
-    The last word of a piece is the number of its first block; an entry behind the last closes the list.
+    The last word of a piece is the number of its first block; an entry behind the last closes the
+    list.
     """
     table, blocks = [], 0
     for piece in pieces:

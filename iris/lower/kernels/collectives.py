@@ -100,9 +100,7 @@ class Exchange:
         """Launch on the current stream. ``out`` is contiguous and does not overlap ``x``."""
         work, box = self.workspace, operand_box(x)
         places = (x.data_ptr(), out.data_ptr())
-        vector = math.gcd(
-            self.vector, box[1], *box[5:9], *(at // x.itemsize for at in places)
-        )
+        vector = math.gcd(self.vector, box[1], *box[5:9], *(at // x.itemsize for at in places))
         if any(at % x.itemsize for at in places) or box[9] != 1:
             vector = 1
         exchange_kernel[(self.programs,)](
@@ -194,7 +192,8 @@ def all_reduce(
 ) -> Exchange:
     """Combine elementwise over members, in rank order; the same bits on every member, whichever way.
 
-    One-shot: each rank reads all operands. Two-shot: each combines a share, and reads the others' shares.
+    One-shot: each rank reads all operands. Two-shot: each combines a share, and reads the others'
+    shares.
     """
     numel = math.prod(shape)
     if two_shot is None:

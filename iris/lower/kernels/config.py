@@ -22,9 +22,10 @@ TRITON_DTYPES = {
 class GemmConfig:
     """Tile and launch shape of a GEMM stage.
 
-    ``programs`` is how many programs run (0: one for each multiprocessor), ``group_m`` how many row tiles share a band of columns,
-    ``pieces`` in how many column pieces a tile is stored (1, 2 or 4), ``cut`` whether left-over tiles may be cut along the contracted
-    dim, ``tma`` whether tensor descriptors are used where they can be, ``copy`` the elements a program moves at a time.
+    ``programs`` is how many programs run (0: one for each multiprocessor), ``group_m`` how many row
+    tiles share a band of columns, ``pieces`` in how many column pieces a tile is stored (1, 2 or
+    4), ``cut`` whether left-over tiles may be cut along the contracted dim, ``tma`` whether tensor
+    descriptors are used where they can be, ``copy`` the elements a program moves at a time.
     """
 
     block_m: int = 128

@@ -1,20 +1,24 @@
 """The GEMM body that the fused stages share: one pipelined loop over a program's segments.
 
 NOTE [One loop]
-Tiles, waits and the cutting of tiles all sit inside one ``tl.range`` whose step number within the segment, ``step``, is plain
-arithmetic. In this form the compiler fetches the next segment's operands during the present one's last steps and its epilogue, with
-the wait in between. A ``for`` anywhere inside, or a step number that itself comes out of an ``if``, loses that; ``while`` does not.
+Tiles, waits and the cutting of tiles all sit inside one ``tl.range`` whose step number within the
+segment, ``step``, is plain arithmetic. In this form the compiler fetches the next segment's
+operands during the present one's last steps and its epilogue, with the wait in between. A ``for``
+anywhere inside, or a step number that itself comes out of an ``if``, loses that; ``while`` does
+not.
 
 NOTE [Hooks]
-A stage gives three device functions and a tuple ``env`` that only they look into:
-``begin(env, row, column, T)`` before the first load of a segment of the tile at output element (row, column);
-``emit(env, tiles, row, column, epilogue, T)`` for every finished piece of output, [block_m, block_n / pieces] at that element, where
-``tiles`` are the accumulators of the two weights of a pair, or the one twice; ``done(env, row, column, T)`` after the last piece of a tile.
+A stage gives three device functions and a tuple ``env`` that only they look into: ``begin(env, row,
+column, T)`` before the first load of a segment of the tile at output element (row, column);
+``emit(env, tiles, row, column, epilogue, T)`` for every finished piece of output, [block_m, block_n
+/ pieces] at that element, where ``tiles`` are the accumulators of the two weights of a pair, or the
+one twice; ``done(env, row, column, T)`` after the last piece of a tile.
 
 NOTE [Cut tiles]
-Each part of a cut tile is stored in scratch memory, slice by slice, and counted. If all programs take part in this launch, each has
-one part at most: it waits for the others (they have started), and adds up every ``parts``-th piece of columns. Else the program that
-comes last adds up all of them. Either way parts are added in their order. Counters only grow, as flags do.
+Each part of a cut tile is stored in scratch memory, slice by slice, and counted. If all programs
+take part in this launch, each has one part at most: it waits for the others (they have started),
+and adds up every ``parts``-th piece of columns. Else the program that comes last adds up all of
+them. Either way parts are added in their order. Counters only grow, as flags do.
 """
 
 import triton.language as tl
@@ -24,7 +28,8 @@ from iris.lower.kernels.schedule import SEGMENT_WORDS as _SEGMENT_WORDS
 
 SEGMENT_WORDS = tl.constexpr(_SEGMENT_WORDS)
 
-# How an operand is loaded. Its rows are output rows (A) or output columns (B), its other dim is the contracted one.
+# How an operand is loaded. Its rows are output rows (A) or output columns (B), its other dim is the
+# contracted one.
 POINTERS = tl.constexpr(0)
 TMA_K = tl.constexpr(1)  # tensor descriptor, contracted dim contiguous: blocks [rows, BLOCK_K]
 TMA_R = tl.constexpr(2)  # tensor descriptor, rows contiguous: blocks [BLOCK_K, rows]
@@ -204,8 +209,9 @@ def _share(heads, table, number, team, depth):
 def run_segments(a, b, b2, K, plan, number, begin, emit, done, env, epilogue, T: tl.constexpr):
     """Compute this program's segments of ``a @ b.T`` (and ``a @ b2.T`` where ``T.zipped`` is 2).
 
-    ``plan = (heads, table, scratch, counts, epoch, team)``, see `iris.lower.kernels.schedule` and ``protocol.team``; ``a`` and ``b`` as
-    in ``load_tile``, with ``a[4]`` the row of the source where output row 0 is.
+    ``plan = (heads, table, scratch, counts, epoch, team)``, see `iris.lower.kernels.schedule` and
+    ``protocol.team``; ``a`` and ``b`` as in ``load_tile``, with ``a[4]`` the row of the source
+    where output row 0 is.
     """
     BM: tl.constexpr = T.block_m
     BN: tl.constexpr = T.block_n

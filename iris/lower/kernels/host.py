@@ -60,8 +60,8 @@ def processors(device: torch.device) -> int:
 class Workspace:
     """Symmetric staging (two halves of ``half`` bytes) and flags of one stage, with its local counters.
 
-    ``staging`` and ``flags`` are int64[size]: where every member's are, as addressed from this process.
-    ``watch`` is what bounded waits take: the rank's record, and this stage's number.
+    ``staging`` and ``flags`` are int64[size]: where every member's are, as addressed from this
+    process. ``watch`` is what bounded waits take: the rank's record, and this stage's number.
     """
 
     def __init__(self, ctx: Any, group: GroupLike, half: int, flags: int, what: str) -> None:
@@ -87,7 +87,8 @@ def operand_mode(x: Tensor, tma: bool) -> int:
         return POINTERS
     item = x.element_size()
     for mode, (outer, inner) in ((TMA_K, x.stride()), (TMA_R, x.stride()[::-1])):
-        # The matrix unit reads 2-byte types in either order, others only with the contracted dim contiguous.
+        # The matrix unit reads 2-byte types in either order, others only with the contracted dim
+        # contiguous.
         if inner == 1 and outer > 0 and outer * item % 16 == 0 and (mode == TMA_K or item == 2):
             return mode
     return POINTERS
@@ -133,7 +134,8 @@ def part_tiling(
 ) -> Tiling:
     """The tiling of a stage that sends parts of ``part`` type and sums ``rows`` x ``columns`` of them on this rank.
 
-    Sums are made of runs of blocks within a column tile: long runs, since each begins with a wait, but several a program.
+    Sums are made of runs of blocks within a column tile: long runs, since each begins with a wait,
+    but several a program.
     """
     T = Tiling.of(config, world, 1, dtype, interpreted())
     programs = config.programs or processors(device)

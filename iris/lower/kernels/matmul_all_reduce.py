@@ -1,8 +1,10 @@
 """``all_reduce(x @ w)`` in one kernel, in two ways.
 
-*One-shot*: every rank sends every finished tile of its partial product to all ranks, and each sums all rows. One hop; W times the
-traffic: for few rows. *Two-shot*: tiles go to the ranks that own their rows, which sum them and send the sums to all. The bits of the
-result are the same: parts and sums are rounded to the staging's type, sums are fp32 in rank order, ``after`` works on the rounded sum.
+*One-shot*: every rank sends every finished tile of its partial product to all ranks, and each sums
+all rows. One hop; W times the traffic: for few rows. *Two-shot*: tiles go to the ranks that own
+their rows, which sum them and send the sums to all. The bits of the result are the same: parts and
+sums are rounded to the staging's type, sums are fp32 in rank order, ``after`` works on the rounded
+sum.
 """
 
 from typing import Any
@@ -26,182 +28,98 @@ from iris.lower.kernels.host import (
     shard_rows,
     tiles_of,
 )
-from iris.lower.kernels.protocol import enter, leave, peer, publish, team, ticket, wait
-from iris.lower.kernels.sums import announce_tile, finish_sum, no_news, send_piece, sum_rows
+from iris.lower.kernels.protocol import enter, leave, peer, publish, team
+from iris.lower.kernels.sums import (
+    announce_to_all,
+    announce_to_owners,
+    collect,
+    finish_sum,
+    no_news,
+    send_to_all,
+    send_to_owners,
+    sum_rows,
+    tiles_in,
+)
 
 
 @device_function
 def _emit(env, tiles, row, column, epilogue, T: tl.constexpr):
-    slot, shard, M, N, ld, staging, _, _, _ = env
-    send_piece(tiles[0], row, column, slot, shard, M, N, ld, staging, T.one_shot, T)
+    slot, shard, size, ld, staging, _, _, _ = env
+    if T.one_shot:
+        rows = row + tl.arange(0, T.block_m)
+        columns = column + tl.arange(0, T.block_n // T.pieces)
+        send_to_all(tiles[0], rows, columns, slot, size, ld, staging, T)
+    else:
+        send_to_owners(tiles[0], row, column, slot, shard, size, ld, staging, T)
 
 
 @device_function
 def _done(env, row, column, T: tl.constexpr):
-    _, shard, M, N, _, _, flags, rank, epoch = env
-    announce_tile(row, column, rank, shard, M, N, flags, epoch, T.one_shot, T)
+    _, shard, size, _, _, flags, rank, epoch = env
+    if T.one_shot:
+        first_flag = T.world + rank * tiles_in(size[0], size[1], T)
+        announce_to_all(row, column, first_flag, size[1], flags, epoch, T)
+    else:
+        announce_to_owners(row, column, rank, shard, size, flags, epoch, T)
 
 
 @device_function
 def _send_sum(env, total, row, column, after, T: tl.constexpr):
     """Send a block of this rank's sums to all members."""
-    first_row, _, m, N, ld, sums, _, _ = env
-    W: tl.constexpr = T.world
+    slot, _, size, ld, sums, _, _ = env
     rows = row + tl.arange(0, T.rows)
     columns = column + tl.arange(0, T.columns)
-    mask = (rows < m)[:, None] & (columns < N)[None, :]
-    at = (first_row + rows.to(tl.int64))[:, None] * ld + columns[None, :]
-    for member in tl.static_range(W):
-        tl.store(peer(sums, member, T.dtype) + at, total.to(T.dtype), mask=mask)
+    send_to_all(total, rows, columns, slot, size, ld, sums, T)
 
 
 @device_function
 def _sent_sums(env, item, T: tl.constexpr):
     """Tell all members that an item of this rank's sums is there."""
-    _, first_flag, _, _, _, _, flags, epoch = env
+    _, first_flag, _, _, _, flags, epoch = env
     publish(flags, first_flag + item, epoch, T.world, T.lanes)
 
 
-@device_function
-def _collect(
-    sums, first_flag, shard, M, N, ld, mine, epoch, state, watch, rank, out, after, T: tl.constexpr
-):
-    """Store ``after`` of all ranks' sums, by ticket, beginning with this rank's."""
-    RUN: tl.constexpr = T.run * T.rows
-    across = tl.cdiv(N, T.columns)
-    each = tl.cdiv(shard, RUN) * across
-    lane = tl.arange(0, T.lanes)
-    target, out_row, out_column, _, _, args = out
-    number = ticket(state, 1)
-    while number < each * T.world:
-        owner = (number // each + rank) % T.world
-        item = number % each
-        row = item // across * RUN
-        first = owner * shard
-        end = tl.minimum(row + RUN, tl.minimum(shard, M - first))
-        if row < end:
-            flag = mine + (first_flag + owner * each + item + lane)
-            wait(flag, owner + lane, lane < 1, epoch, watch)
-        column = item % across * T.columns
-        columns = column + tl.arange(0, T.columns)
-        while row < end:
-            rows = first + row + tl.arange(0, T.rows)
-            mask = (rows < first + end)[:, None] & (columns < N)[None, :]
-            at = rows.to(tl.int64)[:, None] * ld + columns[None, :]
-            total = tl.load(sums + at, mask=mask, cache_modifier=".cg").to(T.acc)
-            # Rows beyond ``end`` may be the next owner's.
-            finish_sum(
-                (target, out_row, out_column, first + end, N, args),
-                total,
-                first + row,
-                column,
-                after,
-                T,
-            )
-            row += T.rows
-        number = ticket(state, 1)
-
-
 @triton.jit(do_not_specialize=["dry", "rank", "stage"])
-def _kernel(
-    dry, a, a_row, a_k, b, b_row, b_k, out, out_row, out_column, staging, sums, flags, state, record, stage, rank, M, N, K, ld, shard,
-    heads, table, scratch, counts, args, after: tl.constexpr, T: tl.constexpr,
+def matmul_all_reduce_kernel(
+    dry, a, a_row, a_k, b, b_row, b_k, out, out_row, out_column, staging, sums, flags, state,
+    record, stage, rank, M, N, K, ld, shard, heads, table, scratch, counts, args,
+    after: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     if dry == 0:
         epoch, number = enter(state)
+        size = (M, N)
         slot_rows = M if T.one_shot else shard
         half = ((epoch & 1) * T.world).to(tl.int64) * slot_rows
-        env = (half + rank * slot_rows, shard, M, N, ld, staging, flags, rank, epoch)
         left = (a, M, a_row, a_k, 0)
         right = (b, N, b_row, b_k)
-        run_segments(
-            left,
-            right,
-            right,
-            K,
-            (heads, table, scratch, counts, epoch, team(state)),
-            number,
-            nothing,
-            _emit,
-            _done,
-            env,
-            identity,
-            T,
-        )
-        mine = peer(flags, rank, tl.int32)
-        slots = peer(staging, rank, T.dtype) + half * ld
+        plan = (heads, table, scratch, counts, epoch, team(state))
+        env = (half + rank * slot_rows, shard, size, ld, staging, flags, rank, epoch)
+        run_segments(left, right, right, K, plan, number, nothing, _emit, _done, env, identity, T)
+        line = (peer(flags, rank, tl.int32), epoch, state, (record, stage))
+        parts = (peer(staging, rank, T.dtype) + half * ld, slot_rows, ld)
         sink = (out, out_row, out_column, M, N, args)
         if T.one_shot:
-            sum_rows(
-                number,
-                M,
-                0,
-                slots,
-                M,
-                M,
-                N,
-                ld,
-                mine,
-                epoch,
-                state,
-                (record, stage),
-                finish_sum,
-                no_news,
-                sink,
-                after,
-                T,
-            )
+            sum_rows(number, M, 0, parts, size, line, finish_sum, no_news, sink, after, T)
         else:
             m = tl.minimum(shard, M - rank * shard)
-            tiles = tl.cdiv(M, T.block_m) * tl.cdiv(N, T.block_n)
-            first_flag = T.world * (1 + tiles)
+            row0 = (epoch & 1).to(tl.int64) * T.world * shard
+            first_flag = T.world * (1 + tiles_in(M, N, T))
             each = tl.cdiv(shard, T.run * T.rows) * tl.cdiv(N, T.columns)
-            sums_row = (epoch & 1).to(tl.int64) * T.world * shard
-            send = (sums_row + rank * shard, first_flag + rank * each, m, N, ld, sums, flags, epoch)
-            sum_rows(
-                number,
-                m,
-                rank * shard,
-                slots,
-                shard,
-                M,
-                N,
-                ld,
-                mine,
-                epoch,
-                state,
-                (record, stage),
-                _send_sum,
-                _sent_sums,
-                send,
-                after,
-                T,
-            )
-            half_sums = peer(sums, rank, T.dtype) + sums_row * ld
-            _collect(
-                half_sums,
-                first_flag,
-                shard,
-                M,
-                N,
-                ld,
-                mine,
-                epoch,
-                state,
-                (record, stage),
-                rank,
-                sink,
-                after,
-                T,
-            )
+            mine = first_flag + rank * each
+            send = (row0 + rank * shard, mine, (m, N), ld, sums, flags, epoch)
+            first = rank * shard
+            sum_rows(number, m, first, parts, size, line, _send_sum, _sent_sums, send, after, T)
+            source = peer(sums, rank, T.dtype) + row0 * ld
+            collect(source, ld, first_flag, shard, size, line, rank, number, sink, after, T)
         leave(state, epoch)
 
 
 class MatmulAllReduce:
     """``out = after(all_reduce(x @ w))`` over a group, one kernel.
 
-    ``x`` is [M, K] and ``w`` [K, N], both this rank's part of the contracted dim, of any strides; ``out`` is [M, N]. ``after`` (bias,
-    residual, activation) works on the sum. ``one_shot`` chooses the way; None: by the number of rows.
+    ``x`` is [M, K] and ``w`` [K, N], both this rank's part of the contracted dim, of any strides;
+    ``out`` is [M, N]. ``after`` (bias, residual, activation) works on the sum. ``one_shot`` chooses
+    the way; None: by the number of rows.
 
     Example::
 
@@ -280,7 +198,7 @@ class MatmulAllReduce:
             self.share,
             self.group,
         )
-        _kernel[(share.programs,)](
+        matmul_all_reduce_kernel[(share.programs,)](
             dry, operand(x, T.a_mode, T.block_m, T.block_k), *x.stride(),
             operand(w.T, T.b_mode, T.block_n, T.block_k), *w.T.stride(), out, *out.stride(),
             work.staging, self.sums, work.flags, work.state, *work.watch, group.index, self.M, self.N, self.K,

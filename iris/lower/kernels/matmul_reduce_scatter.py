@@ -1,7 +1,8 @@
 """``reduce_scatter(x @ w, dim=0)`` in one kernel.
 
-Every finished tile of a rank's partial product goes to the staging of the ranks that own its rows, other ranks' rows first; then each
-rank sums its own rows in rank order, as the parts arrive. See NOTE [Epochs] and NOTE [Progress].
+Every finished tile of a rank's partial product goes to the staging of the ranks that own its rows,
+other ranks' rows first; then each rank sums its own rows in rank order, as the parts arrive. See
+NOTE [Epochs] and NOTE [Progress].
 """
 
 from typing import Any
@@ -27,78 +28,69 @@ from iris.lower.kernels.host import (
     tiles_of,
 )
 from iris.lower.kernels.protocol import enter, greet, leave, meet, peer, team
-from iris.lower.kernels.sums import announce_tile, finish_sum, no_news, send_piece, sum_rows
+from iris.lower.kernels.sums import (
+    announce_to_owners,
+    finish_sum,
+    no_news,
+    send_to_owners,
+    sum_rows,
+)
 
 
 @device_function
 def _emit(env, tiles, row, column, epilogue, T: tl.constexpr):
-    slot, shard, M, N, ld, staging, _, _, _, args = env
+    slot, shard, size, ld, staging, _, _, _, args = env
     rows = row + tl.arange(0, T.block_m)
     columns = column + tl.arange(0, T.block_n // T.pieces)
-    value = epilogue(tiles, rows, columns, M, N, args)
-    send_piece(value, row, column, slot, shard, M, N, ld, staging, False, T)
+    value = epilogue(tiles, rows, columns, size[0], size[1], args)
+    send_to_owners(value, row, column, slot, shard, size, ld, staging, T)
 
 
 @device_function
 def _done(env, row, column, T: tl.constexpr):
-    _, shard, M, N, _, _, flags, rank, epoch, _ = env
-    announce_tile(row, column, rank, shard, M, N, flags, epoch, False, T)
+    _, shard, size, _, _, flags, rank, epoch, _ = env
+    announce_to_owners(row, column, rank, shard, size, flags, epoch, T)
 
 
 @triton.jit(do_not_specialize=["dry", "m", "rank", "stage"])
-def _kernel(
-    dry, a, a_row, a_k, b, b_row, b_k, out, out_row, out_column, staging, flags, state, record, stage, rank, m, M, N, K, ld, shard,
-    heads, table, scratch, counts, args, after_args, epilogue: tl.constexpr, after: tl.constexpr, T: tl.constexpr,
+def matmul_reduce_scatter_kernel(
+    dry, a, a_row, a_k, b, b_row, b_k, out, out_row, out_column, staging, flags, state, record,
+    stage, rank, m, M, N, K, ld, shard, heads, table, scratch, counts, args, after_args,
+    epilogue: tl.constexpr, after: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     if dry == 0:
         epoch, number = enter(state)
+        size = (M, N)
         half = ((epoch & 1) * T.world).to(tl.int64) * shard
         if T.meet:
             greet(flags, rank, number, epoch, T.world, T.lanes)
-        env = (half + rank * shard, shard, M, N, ld, staging, flags, rank, epoch, args)
         left = (a, M, a_row, a_k, 0)
         right = (b, N, b_row, b_k)
         plan = (heads, table, scratch, counts, epoch, team(state))
+        env = (half + rank * shard, shard, size, ld, staging, flags, rank, epoch, args)
         run_segments(left, right, right, K, plan, number, nothing, _emit, _done, env, epilogue, T)
-        mine = peer(flags, rank, tl.int32)
-        slots = peer(staging, rank, T.dtype) + half * ld
+        line = (peer(flags, rank, tl.int32), epoch, state, (record, stage))
+        parts = (peer(staging, rank, T.dtype) + half * ld, shard, ld)
         sink = (out, out_row, out_column, m, N, after_args)
-        sum_rows(
-            number,
-            m,
-            rank * shard,
-            slots,
-            shard,
-            M,
-            N,
-            ld,
-            mine,
-            epoch,
-            state,
-            (record, stage),
-            finish_sum,
-            no_news,
-            sink,
-            after,
-            T,
-        )
+        first = rank * shard
+        sum_rows(number, m, first, parts, size, line, finish_sum, no_news, sink, after, T)
         if T.meet:
-            meet(mine, number, epoch, (record, stage), T.world, T.lanes)
+            meet(line[0], number, epoch, line[3], T.world, T.lanes)
         leave(state, epoch)
 
 
 class MatmulReduceScatter:
     """``out = after(reduce_scatter(epilogue(x @ w), dim=0))`` over a group, one kernel.
 
-    ``x`` is [M, K] and ``w`` [K, N], both this rank's part of the contracted dim, of any strides; ``out`` this rank's rows of [M, N]
-    (torch.chunk's split). ``epilogue`` works on this rank's part before the sum, ``after`` on the sum. To scatter columns, give the
-    transposed problem: ``stage(w.T, x.T, out=out.T)``.
+    ``x`` is [M, K] and ``w`` [K, N], both this rank's part of the contracted dim, of any strides;
+    ``out`` this rank's rows of [M, N] (torch.chunk's split). ``epilogue`` works on this rank's part
+    before the sum, ``after`` on the sum. To scatter columns, give the transposed problem:
+    ``stage(w.T, x.T, out=out.T)``.
 
     Example::
 
-        down = MatmulReduceScatter.create(ctx, ctx.world, M=4096, N=8192, K=7168, dtype=torch.bfloat16)
-        down.warm(h, w, out=y); ctx.barrier()
-        down(h, w, out=y)
+        down = MatmulReduceScatter.create(ctx, ctx.world, M=4096, N=8192, K=7168,
+        dtype=torch.bfloat16) down.warm(h, w, out=y); ctx.barrier() down(h, w, out=y)
     """
 
     def __init__(
@@ -168,7 +160,7 @@ class MatmulReduceScatter:
             self.share,
             self.group,
         )
-        _kernel[(share.programs,)](
+        matmul_reduce_scatter_kernel[(share.programs,)](
             dry, operand(x, T.a_mode, T.block_m, T.block_k), *x.stride(),
             operand(w.T, T.b_mode, T.block_n, T.block_k), *w.T.stride(), out, *out.stride(),
             work.staging, work.flags, work.state, *work.watch, group.index, rows_of(self.M, group.size, group.index),

@@ -1,16 +1,19 @@
 """How the programs of a stage meet, on one rank and across ranks. Every kernel of this package is built on these few functions.
 
 NOTE [Epochs]
-A stage counts its launches: the epoch lives on the device (``state``), so a replayed CUDA graph goes on counting. The last program
-of a launch advances it. A flag is one int32 word that one rank writes and that only grows: "done in epoch e" is ``e + 1``, compared
-as a difference, so that it may wrap. Staging has two halves, used in turn by the parity of the epoch. A rank at epoch e + 2 cannot
-overwrite what a peer still reads at e: it has passed its waits of e + 1, so every peer has started e + 1, so has finished e. So every
-rank publishes in every launch, be its shard empty, and every launch waits for every member (``meet`` where its work does not).
+A stage counts its launches: the epoch lives on the device (``state``), so a replayed CUDA graph
+goes on counting. The last program of a launch advances it. A flag is one int32 word that one rank
+writes and that only grows: "done in epoch e" is ``e + 1``, compared as a difference, so that it may
+wrap. Staging has two halves, used in turn by the parity of the epoch. A rank at epoch e + 2 cannot
+overwrite what a peer still reads at e: it has passed its waits of e + 1, so every peer has started
+e + 1, so has finished e. So every rank publishes in every launch, be its shard empty, and every
+launch waits for every member (``meet`` where its work does not).
 
 NOTE [Progress]
-Nothing waits for a program that has not started; grids are now and then not wholly resident, with or without MPS partitions. Programs
-take their number in the order they start (``enter``). Work that others wait for is taken by ticket, or is shared among the *team*:
-the programs that have started by the time the first one asks. One that starts later finds no such work.
+Nothing waits for a program that has not started; grids are now and then not wholly resident, with
+or without MPS partitions. Programs take their number in the order they start (``enter``). Work that
+others wait for is taken by ticket, or is shared among the *team*: the programs that have started by
+the time the first one asks. One that starts later finds no such work.
 """
 
 import triton.language as tl
@@ -18,7 +21,8 @@ import triton.language as tl
 from iris.device import signals
 from iris.device.target import INTERPRETED, device_function, together
 
-# Words of a stage's local state (int32). EPOCH grows; the last program of a launch sets the others back to 0.
+# Words of a stage's local state (int32). EPOCH grows; the last program of a launch sets the others
+# back to 0.
 EPOCH = tl.constexpr(0)
 STARTED = tl.constexpr(1)
 ARRIVED = tl.constexpr(2)
@@ -52,8 +56,9 @@ def leave(state, epoch):
 def team(state):
     """How many programs share the tiles of this launch; the same for all that ask.
 
-    Programs of a resident grid start within a microsecond. If some are missing after a few looks, the
-    first to lose patience writes the number so far above the counter, and later ones are left out.
+    Programs of a resident grid start within a microsecond. If some are missing after a few looks,
+    the first to lose patience writes the number so far above the counter, and later ones are left
+    out.
     """
     all_programs = tl.num_programs(0)
     word = tl.atomic_add(state + STARTED, 0, sem="relaxed", scope="gpu")
@@ -62,7 +67,9 @@ def team(state):
         word = tl.atomic_add(state + STARTED, 0, sem="relaxed", scope="gpu")
         looks += 1
     while word < all_programs:
-        before = tl.atomic_cas(state + STARTED, word, word | (word << 16), sem="relaxed", scope="gpu")
+        before = tl.atomic_cas(
+            state + STARTED, word, word | (word << 16), sem="relaxed", scope="gpu"
+        )
         word = tl.where(before == word, word | (word << 16), before)
     return tl.where(word >> 16 == 0, all_programs, word >> 16)
 
@@ -77,7 +84,8 @@ def ticket(state, work: tl.constexpr):
 def finished(state, work: tl.constexpr, count, total, number):
     """Report ``count`` items of a work list done. True for the one program whose report completes ``total``.
 
-    What all programs stored for their items happens before what that program does next. Of an empty list, program 0 is that one.
+    What all programs stored for their items happens before what that program does next. Of an empty
+    list, program 0 is that one.
     """
     together()
     last = (total == 0) & (number == 0)
@@ -113,8 +121,9 @@ def publish_to(flags, first, last, index, epoch, LANES: tl.constexpr):
 def wait(words, members, valid, epoch, watch):
     """Wait until the flags at ``words`` say ``epoch + 1``: of those ``members`` that are ``valid``.
 
-    Reads after it see what was stored before the flags were set. ``watch`` is (record, stage): see NOTE
-    [Bounded waits] in `iris.device.watch`. A wait that runs out returns too; the host will raise.
+    Reads after it see what was stored before the flags were set. ``watch`` is (record, stage): see
+    NOTE [Bounded waits] in `iris.device.watch`. A wait that runs out returns too; the host will
+    raise.
     """
     signals.wait(words, epoch + 1, watch[0], watch[1], members, valid)
 

@@ -1,9 +1,10 @@
 """Which parts of which output tiles there are to compute: decided on the host, dealt out on the device.
 
-A *segment* is a run of steps along the contracted dim of one tile. Program p of a team of R computes segments p, p + R, p + 2 R, ...
-of the list in one pipelined loop. The list has whole tiles first. Where the last wave of tiles would leave most programs idle, its
-tiles are cut along the contracted dim instead (split-K), so that all programs have a part. Cutting does not depend on the team, so
-neither do the bits of the results.
+A *segment* is a run of steps along the contracted dim of one tile. Program p of a team of R
+computes segments p, p + R, p + 2 R, ... of the list in one pipelined loop. The list has whole tiles
+first. Where the last wave of tiles would leave most programs idle, its tiles are cut along the
+contracted dim instead (split-K), so that all programs have a part. Cutting does not depend on the
+team, so neither do the bits of the results.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Steps that a cut costs: storing a part, meeting, and adding the parts, in units of one step of the loop.
+# Steps that a cut costs: storing a part, meeting, and adding the parts, in units of one step of the
+# loop.
 CUT_COST = 12
 SEGMENT_WORDS = 8
 
@@ -21,7 +23,8 @@ SEGMENT_WORDS = 8
 class Segment(NamedTuple):
     """Steps ``first .. first + count`` of tile (row, column) of a product; ``part`` of ``parts`` of that tile.
 
-    ``space`` is the tile's first place in the scratch memory for parts; ``cut`` numbers the cut tiles.
+    ``space`` is the tile's first place in the scratch memory for parts; ``cut`` numbers the cut
+    tiles.
     """
 
     row: int
@@ -47,7 +50,8 @@ def tile_order(rows: int, columns: int, group: int, first_row: int) -> list[tupl
 class Schedule:
     """Segments of several weights, one weight after the other.
 
-    ``heads[i] = (first, cut, end)``: weight i has whole tiles ``first .. cut`` and parts of tiles ``cut .. end`` of ``segments``.
+    ``heads[i] = (first, cut, end)``: weight i has whole tiles ``first .. cut`` and parts of tiles
+    ``cut .. end`` of ``segments``.
     """
 
     segments: tuple[Segment, ...]

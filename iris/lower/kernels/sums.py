@@ -1,71 +1,87 @@
-"""Partial results on their way: to the rank that sums them or to all ranks, and the sum in rank order.
+"""Blocks of results on their way between ranks: sent, announced, summed in rank order, collected.
 
-Staging of a rank is [halves, members, rows, ld]: one slot for each member's part. A part is rounded to the staging's element type
-before it is sent. Flags are [members] for launches that must ``meet``, then [members, tiles]. Sums are fp32 (int32 for integers), in rank order, so every rank and every run gets the same bits.
+Staging of a rank is [halves, members, rows, ld]: a slot for what each member sends. A part is
+rounded to the staging's element type before it is sent; sums are fp32 (int32 for integers) in rank
+order, so every rank and every run gets the same bits. Flags are [members] for launches that must
+``meet``, then [members, tiles].
+
+Functions here take bundles: ``size = (M, N)`` of the whole result, ``line = (flags, epoch, state,
+watch)`` of this rank, ``parts = (slots, rows of a slot, ld)``.
 """
 
 import triton.language as tl
 
 from iris.device.target import device_function
-from iris.lower.kernels.protocol import peer, publish_to, ticket, wait
+from iris.lower.kernels.protocol import peer, publish, publish_to, ticket, wait
 
 
 @device_function
-def send_piece(
-    value, row, column, slot, shard, M, N, ld, staging, ALL: tl.constexpr, T: tl.constexpr
-):
-    """Store a [block_m, C] piece of a part in slot row ``slot`` of the staging of each row's owner, or of all members."""
-    BM: tl.constexpr = T.block_m
-    C: tl.constexpr = T.block_n // T.pieces
-    W: tl.constexpr = T.world
-    rows = row + tl.arange(0, BM)
-    columns = column + tl.arange(0, C)
+def tiles_in(rows, columns, T: tl.constexpr):
+    """Tiles of a [rows, columns] product."""
+    return tl.cdiv(rows, T.block_m) * tl.cdiv(columns, T.block_n)
+
+
+@device_function
+def send_to_owners(value, row, column, slot, shard, size, ld, staging, T: tl.constexpr):
+    """Store a piece of a part in slot row ``slot`` of the staging of each row's owner."""
+    M, N = size
+    rows = row + tl.arange(0, T.block_m)
+    columns = column + tl.arange(0, T.block_n // T.pieces)
     mask = (rows < M)[:, None] & (columns < N)[None, :]
-    part = value.to(T.dtype)
-    if ALL:
-        at = (slot + rows.to(tl.int64))[:, None] * ld + columns[None, :]
-        for member in tl.static_range(W):
-            tl.store(peer(staging, member, T.dtype) + at, part, mask=mask)
-    else:
-        owner = rows // shard
-        base = tl.cast(tl.load(staging + owner, mask=rows < M, other=0), tl.pointer_type(T.dtype))
-        start = base + (slot + (rows - owner * shard).to(tl.int64)) * ld
-        start = tl.multiple_of(start[:, None], [16, 16])
-        tl.store(start + columns[None, :], part, mask=mask)
+    owner = rows // shard
+    base = tl.cast(tl.load(staging + owner, mask=rows < M, other=0), tl.pointer_type(T.dtype))
+    start = base + (slot + (rows - owner * shard).to(tl.int64)) * ld
+    start = tl.multiple_of(start[:, None], [16, 16])
+    tl.store(start + columns[None, :], value.to(T.dtype), mask=mask)
 
 
 @device_function
-def announce_tile(row, column, rank, shard, M, N, flags, epoch, ALL: tl.constexpr, T: tl.constexpr):
-    """Tell the owners of a tile's rows, or all members, that this rank's part of it is there."""
-    across = tl.cdiv(N, T.block_n)
-    tile = row // T.block_m * across + column // T.block_n
-    index = T.world + rank * (tl.cdiv(M, T.block_m) * across) + tile
-    first = row // shard
+def send_to_all(value, rows, columns, slot, size, ld, staging, T: tl.constexpr):
+    """Store a block, of a [M, N] result, at slot row ``slot`` of every member's staging."""
+    W: tl.constexpr = T.world
+    mask = (rows < size[0])[:, None] & (columns < size[1])[None, :]
+    at = (slot + rows.to(tl.int64))[:, None] * ld + columns[None, :]
+    for member in tl.static_range(W):
+        tl.store(peer(staging, member, T.dtype) + at, value.to(T.dtype), mask=mask)
+
+
+@device_function
+def announce_to_owners(row, column, rank, shard, size, flags, epoch, T: tl.constexpr):
+    """Tell the owners of a tile's rows that this rank's part of it is there."""
+    M, N = size
+    tile = row // T.block_m * tl.cdiv(N, T.block_n) + column // T.block_n
+    index = T.world + rank * tiles_in(M, N, T) + tile
     last = (tl.minimum(row + T.block_m, M) - 1) // shard
-    if ALL:
-        first = row * 0
-        last = first + (T.world - 1)
-    publish_to(flags, first, last, index, epoch, T.lanes)
+    publish_to(flags, row // shard, last, index, epoch, T.lanes)
 
 
 @device_function
-def wait_tiles(row, last_row, column, M, N, mine, epoch, watch, T: tl.constexpr):
-    """Wait for all members' parts of the tiles that hold output rows ``row .. last_row`` at ``column``."""
+def announce_to_all(row, column, first_flag, N, flags, epoch, T: tl.constexpr):
+    """Tell all members that this rank's tile is there; its tiles' flags begin at ``first_flag``."""
+    tile = row // T.block_m * tl.cdiv(N, T.block_n) + column // T.block_n
+    publish(flags, first_flag + tile, epoch, T.world, T.lanes)
+
+
+@device_function
+def wait_tiles(row, last_row, column, size, line, T: tl.constexpr):
+    """Wait for all members' parts of the tiles that hold rows ``row .. last_row`` at ``column``."""
+    flags, epoch, _, watch = line
     LANES: tl.constexpr = T.lanes
-    across = tl.cdiv(N, T.block_n)
-    tiles = tl.cdiv(M, T.block_m) * across
+    across = tl.cdiv(size[1], T.block_n)
     members = tl.arange(0, LANES)
+    first = flags + T.world + members * tiles_in(size[0], size[1], T) + column // T.block_n
     tile_row = row // T.block_m
     while tile_row <= last_row // T.block_m:
-        at = T.world + members * tiles + (tile_row * across + column // T.block_n)
-        wait(mine + at, members, members < T.world, epoch, watch)
+        wait(first + tile_row * across, members, members < T.world, epoch, watch)
         tile_row += 1
 
 
 @device_function
-def sum_parts(slots, stride, at, mask, T: tl.constexpr):
-    """The sum over members of the elements ``at`` of their slots, which are ``stride`` elements apart."""
+def sum_parts(parts, at, mask, T: tl.constexpr):
+    """The sum over members of the elements ``at`` of their slots."""
     W: tl.constexpr = T.world
+    slots, slot_rows, ld = parts
+    stride = tl.cast(slot_rows, tl.int64) * ld
     total = tl.load(slots + at, mask=mask, cache_modifier=".cg").to(T.acc)
     for member in tl.static_range(1, W):
         total += tl.load(slots + member * stride + at, mask=mask, cache_modifier=".cg").to(T.acc)
@@ -73,54 +89,33 @@ def sum_parts(slots, stride, at, mask, T: tl.constexpr):
 
 
 @device_function
-def sum_rows(
-    number,
-    m,
-    first_row,
-    slots,
-    slot_rows,
-    M,
-    N,
-    ld,
-    mine,
-    epoch,
-    state,
-    watch,
-    store,
-    summed,
-    env,
-    after,
-    T: tl.constexpr,
-):
-    """Sum rows ``first_row .. first_row + m`` of the product, by ticket, as their parts arrive.
+def sum_rows(number, m, first_row, parts, size, line, store, summed, env, after, T: tl.constexpr):
+    """Sum rows ``first_row .. first_row + m`` of the result, as their parts arrive.
 
-    Row ``first_row`` is row 0 of each member's slot; slots begin at ``slots`` and have ``slot_rows`` rows. An item is ``T.run`` blocks
-    of [T.rows, T.columns], one below the other: one wait for all. Every block goes to ``store(env, total, row, column, after, T)``, with
-    its row within the ``m``; then ``summed(env, item, T)`` is called.
+    Row ``first_row`` is row 0 of each member's slot. An item is ``T.run`` blocks of [T.rows,
+    T.columns], one below the other: one wait for all. Every block goes to ``store(env, total, row,
+    column, after, T)``, with its row within the ``m``; then ``summed(env, item, T)`` is called.
+    Others may wait for what a program takes by ticket; where nobody does (``T.awaited``), program p
+    begins with item p.
     """
     RUN: tl.constexpr = T.run * T.rows
-    across = tl.cdiv(N, T.columns)
+    across = tl.cdiv(size[1], T.columns)
     items = tl.cdiv(m, RUN) * across
-    # Others may wait for what a program takes by ticket; where nobody does, program p begins with item p.
-    if T.awaited:
-        item = ticket(state, 0)
-    else:
-        item = number
+    item = ticket(line[2], 0) if T.awaited else number
     while item < items:
         row = item // across * RUN
         column = item % across * T.columns
         end = tl.minimum(row + RUN, m)
-        wait_tiles(first_row + row, first_row + end - 1, column, M, N, mine, epoch, watch, T)
+        wait_tiles(first_row + row, first_row + end - 1, column, size, line, T)
         columns = column + tl.arange(0, T.columns)
         while row < end:
             rows = row + tl.arange(0, T.rows)
-            mask = (rows < m)[:, None] & (columns < N)[None, :]
-            at = rows.to(tl.int64)[:, None] * ld + columns[None, :]
-            total = sum_parts(slots, tl.cast(slot_rows, tl.int64) * ld, at, mask, T)
-            store(env, total, row, column, after, T)
+            mask = (rows < m)[:, None] & (columns < size[1])[None, :]
+            at = rows.to(tl.int64)[:, None] * parts[2] + columns[None, :]
+            store(env, sum_parts(parts, at, mask, T), row, column, after, T)
             row += T.rows
         summed(env, item, T)
-        item = ticket(state, 0)
+        item = ticket(line[2], 0)
         if not T.awaited:
             item += tl.num_programs(0)
 
@@ -132,14 +127,53 @@ def no_news(env, item, T: tl.constexpr):
 
 @device_function
 def finish_sum(env, total, row, column, after, T: tl.constexpr):
-    """Store ``after`` of a block of sums; ``env = (target, row stride, column stride, rows, columns, args)``."""
+    """Store ``after`` of a block; ``env = (target, row stride, column stride, rows, columns, args)``.
+
+    What is rounded once where sums are sent on is rounded here too: all ways give the same bits.
+    """
     out, out_row, out_column, m, N, args = env
     rows = row + tl.arange(0, T.rows)
     columns = column + tl.arange(0, T.columns)
-    # What is rounded once where sums are sent on is rounded here too, so that all ways of summing give the same bits.
     total = total.to(T.dtype).to(T.acc)
     value = after((total, total), rows, columns, m, N, args)
     at = rows[:, None].to(tl.int64) * out_row + columns[None, :].to(tl.int64) * out_column
-    tl.store(
-        out + at, value.to(out.dtype.element_ty), mask=(rows < m)[:, None] & (columns < N)[None, :]
-    )
+    mask = (rows < m)[:, None] & (columns < N)[None, :]
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)
+
+
+@device_function
+def collect(source, ld, first_flag, shard, size, line, rank, number, out, after, T: tl.constexpr):
+    """Store ``after`` of all members' rows of ``source`` [M, ld], this rank's first, as they arrive.
+
+    Items are those of ``sum_rows``, for each owner; their flags begin at ``first_flag``. Nobody
+    waits for this: program p begins with item p.
+    """
+    RUN: tl.constexpr = T.run * T.rows
+    LANES: tl.constexpr = T.lanes
+    flags, epoch, state, watch = line
+    M, N = size
+    across = tl.cdiv(N, T.columns)
+    each = tl.cdiv(shard, RUN) * across
+    lane = tl.arange(0, LANES)
+    target, out_row, out_column, _, _, args = out
+    while number < each * T.world:
+        owner = (number // each + rank) % T.world
+        item = number % each
+        row = item // across * RUN
+        column = item % across * T.columns
+        first = owner * shard
+        end = tl.minimum(row + RUN, tl.minimum(shard, M - first))
+        if row < end:
+            flag = flags + (first_flag + owner * each + item + lane)
+            wait(flag, owner + lane, lane < 1, epoch, watch)
+        columns = column + tl.arange(0, T.columns)
+        # Rows beyond ``end`` may be the next owner's.
+        sink = (target, out_row, out_column, first + end, N, args)
+        while row < end:
+            rows = first + row + tl.arange(0, T.rows)
+            mask = (rows < first + end)[:, None] & (columns < N)[None, :]
+            at = rows.to(tl.int64)[:, None] * ld + columns[None, :]
+            value = tl.load(source + at, mask=mask, cache_modifier=".cg").to(T.acc)
+            finish_sum(sink, value, first + row, column, after, T)
+            row += T.rows
+        number = ticket(state, 1) + tl.num_programs(0)
