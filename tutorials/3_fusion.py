@@ -172,4 +172,4 @@ for name in timeline.names(0):
 mesh.close()
 
 # %% [markdown]
-# Next: [5. iris from scratch](5_from_scratch.ipynb), the same idea in NumPy.
+# Next: [4. A transformer on three ranks](4_transformer.ipynb).

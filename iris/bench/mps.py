@@ -1,4 +1,4 @@
-"""A private MPS daemon, so that ranks sharing a GPU run at the same time, each on its own part of it."""
+"""A private MPS daemon: ranks that share a GPU run at the same time, each on its own part."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ def share_of(ranks: int) -> int:
 
 @contextmanager
 def private_daemon(needed: bool) -> Iterator[dict[str, str]]:
-    """Run an MPS daemon of our own for the time of the block; yields the environment its clients need.
+    """Run an MPS daemon of our own during the block; yields the environment its clients need.
 
     Without need, or without the daemon's program, yields no environment: ranks are then
     time-sliced.

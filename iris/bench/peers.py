@@ -1,4 +1,4 @@
-"""What the fused stages are measured against: cuBLAS alone, cuBLAS with symmetric-memory copies, and torch's own fused operators."""
+"""What the stages are measured against: cuBLAS alone, cuBLAS and copies, torch's fused operators."""
 
 from collections.abc import Callable
 from typing import Any

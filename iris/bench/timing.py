@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Time:
-    """Microseconds a call: median over replays on the slowest rank, and the spread (10th to 90th percentile) there."""
+    """Microseconds a call on the slowest rank: median, 10th and 90th percentile over replays."""
 
     median: float
     low: float

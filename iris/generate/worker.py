@@ -67,7 +67,7 @@ def run(model: Model, prompt: list[int], most: int, speak: bool = True) -> Repor
     with iris.iris(heap_size=HEAP) as ctx:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ctx.num_ranks))
         start = time.perf_counter()
-        built = model.build()
+        built = model.build().to(ctx.device)
         ends = built.generation_config.eos_token_id
         ends = tuple(ends) if isinstance(ends, list) else (ends,)
         aloud = speak and ctx.cur_rank == 0

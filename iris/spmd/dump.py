@@ -2,14 +2,12 @@
 graph alone.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from iris import config
 from iris.graph.nodes import Graph
 from iris.graph.passes import PASSES, run_passes
-from iris.lower.choices import Choice
-from iris.lower.epilogue import of_match
 from iris.runtime.context import current_or_none
 
 REPRO = '''"""Runs the graph of program {name} alone: all ranks in this process, in numpy, on
@@ -69,12 +67,3 @@ class Dump:
                 self.write(step, str(after))
 
         return run_passes(graph, PASSES, seen)
-
-    def kernels(self, choices: Mapping[str, Choice]) -> None:
-        """The generated epilogue of every fused stage."""
-        for name, choice in choices.items():
-            if self.folder is None or choice.match is None:
-                continue
-            epilogue = of_match(choice.match)
-            if epilogue is not None:
-                self.write(f"kernel_{choice.match.stage}_{name}", epilogue.source)

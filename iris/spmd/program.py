@@ -18,7 +18,9 @@ from iris.graph.nodes import Graph, Ref, Value
 from iris.graph.ops import Output as Returned, check_outputs, get_op
 from iris.graph.types import Mesh, TensorType
 from iris.lower.choices import Choice, choose
+from iris.lower.cost import ANY, Profile, profile_of
 from iris.lower.dtypes import dtype_name
+from iris.lower.epilogue import of_match
 from iris.lower.program import Executable, build
 from iris.lower.replay import Runner
 from iris.lower.sites import Place
@@ -329,8 +331,9 @@ class Compiler:
         dump = Dump(self.name)
         fused = dump.passes(graph) if self.options.fuse else graph
         lowering = self._lowering(mesh)
-        choices = choose(fused, lowering)
-        dump.kernels(choices)
+        choices = choose(fused, lowering, _profile(mesh))
+        for name, source in generated(choices).items():
+            dump.write(f"kernel_{name}", source)
         captured = tuple(importer.captured)
         return Program(
             self.options,
@@ -387,7 +390,9 @@ class Compiler:
         group = group or _group(program.mesh)
         if group is None or group.size == 1:
             return
-        texts = group.exchange_object(f"graph of {self.name}", shared_text(program.graph))
+        chosen = [choice.algorithm for choice in program.choices.values()]
+        text = f"{shared_text(program.graph)}\nstages run as: {', '.join(chosen)}"
+        texts = group.exchange_object(f"graph of {self.name}", text)
         for rank, other in zip(group.ranks, texts, strict=True):
             if other != texts[0]:
                 pairs = itertools.zip_longest(
@@ -421,6 +426,27 @@ def prepare(program: Program) -> None:
         program.runner = Runner(
             program.executable, ctx, ctx.group(mesh.ranks), options.name, options.replay, reuse
         )
+
+
+def _profile(mesh: ProgramMesh) -> Profile | None:
+    """What one rank has of its GPU; None on CPU ranks. An abstract mesh is taken to be of GPUs."""
+    if mesh.abstract:
+        return ANY
+    ctx = current()
+    if ctx.device.type == "cpu":
+        return None
+    profile = profile_of(torch.cuda.get_device_name(ctx.device))
+    return profile.shared(ctx.ranks_on_device, ctx.get_usable_units())
+
+
+def generated(choices: Mapping[str, Choice]) -> dict[str, str]:
+    """The Triton functions generated for fused stages, by stage and result."""
+    found = {}
+    for name, choice in choices.items():
+        epilogue = of_match(choice.match) if choice.match is not None else None
+        if choice.match is not None and epilogue is not None:
+            found[f"{choice.match.stage}_{name}"] = epilogue.source
+    return found
 
 
 def shared_text(graph: Graph) -> str:

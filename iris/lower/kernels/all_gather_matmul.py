@@ -58,7 +58,7 @@ def _blocks(rows, columns, S: tl.constexpr):
 
 @device_function
 def _push_rows(x, m, K, staging, row, ld, state, S: tl.constexpr):
-    """Send ``x = (source, row stride, column stride)`` to rows ``row ..`` of every member's staging.
+    """Send ``x = (source, row stride, column stride)`` to rows ``row ..`` of all members' staging.
 
     By ticket. Returns how many blocks this program sent.
     """
@@ -210,7 +210,7 @@ class AllGatherMatmul:
         zipped: bool = False,
         config: GemmConfig | None = None,
     ) -> "AllGatherMatmul":
-        """Allocate the workspace (collective over ``group``). ``M`` and ``K`` are those of the gathered ``x``."""
+        """Allocate the workspace (collective). ``M`` and ``K`` are those of the gathered ``x``."""
         device = ctx.heap.device
         config = config or default_config(M, max(columns), dtype, device)
         T = Tiling.of(config, group.size, K, dtype, interpreted())
@@ -235,7 +235,7 @@ class AllGatherMatmul:
         gathered: Tensor | None = None,
         dry: int = 0,
     ) -> None:
-        """Launch on the current stream. ``gathered`` [M, K], contiguous, receives the gathered x."""
+        """Launch on the current stream. ``gathered`` [M, K], contiguous, gets the gathered x."""
         T = self.T
         if self.M == 0:
             return
@@ -258,9 +258,10 @@ class AllGatherMatmul:
         shard = shard_rows(self.M, self.group.size)
         a = operand(self.staged, a_mode, T.block_m, T.block_k) if a_mode else None
         all_gather_matmul_kernel[(share.programs,)](
-            dry, x, *x.stride(), x.shape[0], work.staging, work.flags, work.state, *work.watch, self.group.index,
-            self.M, self.K, self.ld, shard, a, gathered, share.heads, share.table, share.scratch, share.counts, *slots, args,
-            self.epilogue, T, num_warps=self.config.warps, num_stages=self.config.stages,
+            dry, x, *x.stride(), x.shape[0], work.staging, work.flags, work.state, *work.watch,
+            self.group.index, self.M, self.K, self.ld, shard, a, gathered, share.heads, share.table,
+            share.scratch, share.counts, *slots, args, self.epilogue, T,
+            num_warps=self.config.warps, num_stages=self.config.stages,
         )  # fmt: skip
 
     def warm(

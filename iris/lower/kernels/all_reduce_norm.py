@@ -1,5 +1,4 @@
-"""``all_reduce(x)``, plus a residual, then RMSNorm: the step between two layers of a decoder, in one
-kernel.
+"""``all_reduce(x)``, plus a residual, then RMSNorm, in one kernel: the step between two layers.
 
 One-shot: every rank sends its rows to all ranks, and each sums them, a row a program, in rank
 order. For few rows; see NOTE [Epochs] and NOTE [Progress] in protocol.py.

@@ -13,7 +13,7 @@ DIMS = 5
 
 
 def collapse(shape: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], list[list[int]]]:
-    """The same walk in as few dims as possible: dims of size 1 go, dims that continue each other join.
+    """The same walk in as few dims as possible: those of size 1 go, those that continue join.
 
     All of ``strides`` are walked at once, over the same ``shape``.
     """
@@ -57,7 +57,7 @@ def operand_box(x: Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a member's operand (contiguous, of ``source``'s shape) that becomes a box of the result.
+    """A box of a member's operand, which is contiguous, that becomes a box of the result.
 
     ``source`` and ``target`` are the shapes of the whole tensors; the box has ``shape`` and begins
     at ``take`` of dim ``from_dim`` there, and at ``put`` of dim ``to_dim`` here.

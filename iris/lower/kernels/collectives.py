@@ -1,4 +1,4 @@
-"""Collectives as kernels: `make_*` of `iris.lower.collectives`, one launch each, no host in between.
+"""Collectives as kernels: `make_*` of `iris.lower.collectives`, one launch each, without the host.
 
 Each function is collective: it allocates the workspace. The stage is then called as
 ``stage(x, out=result)``; it only launches. ``x`` may have any strides, ``result`` is contiguous.
@@ -105,8 +105,8 @@ class Exchange:
             vector = 1
         exchange_kernel[(self.programs,)](
             dry, x.view(self.carrier), *box, out.view(self.carrier), self.pieces,
-            self.blocks, x.numel(), self.share, work.staging, self.sums, work.flags, work.state, *work.watch,
-            self.group.index, self.half, self.half_sums, replace(self.moves, vector=vector),
+            self.blocks, x.numel(), self.share, work.staging, self.sums, work.flags, work.state,
+            *work.watch, self.group.index, self.half, self.half_sums, replace(self.moves, vector=vector),
             num_warps=8,
         )  # fmt: skip
 
@@ -116,7 +116,7 @@ class Exchange:
 
 
 def _carrier(dtype: torch.dtype, op: str, world: int) -> tuple[torch.dtype, Moves]:
-    """The type that elements travel as, and the kernel's types: integers where nothing is computed."""
+    """The type that elements travel as (integers where nothing is computed); the kernel's types."""
     lanes = max(2, 1 << (world - 1).bit_length())
     if not op or (dtype == torch.bool and op in ("max", "min")):
         if dtype.itemsize not in _INTEGERS:
@@ -190,7 +190,7 @@ def all_reduce(
     what: str = "all_reduce",
     two_shot: bool | None = None,
 ) -> Exchange:
-    """Combine elementwise over members, in rank order; the same bits on every member, whichever way.
+    """Combine elementwise over members, in rank order: the same bits everywhere, whichever way.
 
     One-shot: each rank reads all operands. Two-shot: each combines a share, and reads the others'
     shares.
@@ -230,9 +230,9 @@ def all_to_all(
     dtype: torch.dtype,
     what: str = "all_to_all",
 ) -> Exchange:
-    """Send piece i of ``split_dim`` (``splits[i]`` rows) to member i; join what comes along ``concat_dim``.
+    """Send piece i of ``split_dim`` (``splits[i]`` rows) to member i.
 
-    ``shapes[i]`` is member i's operand.
+    What comes is joined along ``concat_dim``. ``shapes[i]`` is member i's operand.
     """
     mine = splits[group.index]
     boxes = [_resized(shape, split_dim, mine) for shape in shapes]

@@ -1,11 +1,10 @@
-"""Launch configurations: what a planner or a tuner may choose, the defaults, and what the kernels are specialised on."""
+"""Launch configurations: what a planner may choose, the defaults, what kernels are compiled for."""
 
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import triton.language as tl
-
 
 TRITON_DTYPES = {
     torch.float32: tl.float32,

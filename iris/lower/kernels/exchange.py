@@ -80,10 +80,7 @@ def _combined(staging, start, at, mask, X: tl.constexpr):
         value = tl.load(source + at, mask=mask, cache_modifier=".cg").to(X.acc)
         total = _combine(total, value, X)
     if X.op == "avg":
-        if X.acc.is_floating():
-            total = total / W
-        else:
-            total = total // W
+        total = total / W if X.acc.is_floating() else total // W
     return total.to(X.dtype)
 
 

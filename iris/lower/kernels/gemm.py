@@ -48,7 +48,10 @@ def identity(tiles, rows, columns, M, N, args):
 
 @device_function
 def load_tile(x, row, k, K, R: tl.constexpr, BLOCK_K: tl.constexpr, MODE: tl.constexpr):
-    """The [R, BLOCK_K] tile at (row, k) of operand ``x = (source, rows, row stride, contracted stride)``; zeros outside it."""
+    """The [R, BLOCK_K] tile at (row, k) of an operand; zeros outside it.
+
+    ``x = (source, rows, row stride, contracted stride)``.
+    """
     if MODE == TMA_K:
         tile = x[0].load([row, k])
     elif MODE == TMA_R:
@@ -77,7 +80,7 @@ def _halves(x, R: tl.constexpr, C: tl.constexpr):
 
 @device_function
 def _pieces(x, M: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr):
-    """The 1, 2, 4 or 8 column pieces of a tile, left to right. Pieces keep the layout changes of a store small."""
+    """The 1, 2, 4 or 8 column pieces of a tile: they keep the layout changes of a store small."""
     pieces = (x,)
     if COUNT >= 2:
         pieces = _halves(x, M, N)
@@ -91,7 +94,7 @@ def _pieces(x, M: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr):
 
 @device_function
 def _part(scratch, place, weight, column, C: tl.constexpr, T: tl.constexpr):
-    """Pointers to columns ``column .. column + C`` of the part at ``place``, which is stored slice by slice."""
+    """Pointers to columns ``column ..`` of the part at ``place``, which is stored by slices."""
     BM: tl.constexpr = T.block_m
     WIDTH: tl.constexpr = T.block_n // T.slices
     base = scratch + (place.to(tl.int64) * T.zipped + weight) * (BM * T.block_n)
@@ -139,7 +142,6 @@ def _emit_parts(
     env, scratch, space, parts, row, column, at, stride, emit, epilogue, T: tl.constexpr
 ):
     """Add up the parts of the columns ``at``, ``at + stride``, ... of a tile, and emit them."""
-    C: tl.constexpr = T.block_n // T.pieces
     BN: tl.constexpr = T.block_n
     while at < BN:
         first = _add_parts(scratch, space, parts, 0, at, T)
@@ -152,7 +154,7 @@ def _emit_parts(
 
 @device_function
 def _join(env, accs, at, parts, plan, row, column, emit, done, epilogue, T: tl.constexpr):
-    """Store a part of a cut tile; add up and emit the columns that fall to this program (NOTE [Cut tiles])."""
+    """Store a part of a cut tile; add up and emit this program's columns: NOTE [Cut tiles]."""
     _, _, scratch, counts, epoch, team = plan
     C: tl.constexpr = T.block_n // T.pieces
     part = tl.load(at + 4)

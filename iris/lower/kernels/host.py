@@ -1,4 +1,4 @@
-"""What every stage has on the host: symmetric workspace, operands for the kernels, and the share of each program."""
+"""What every stage has on the host: symmetric workspace, operands for kernels, the schedule."""
 
 import zlib
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def shard_rows(rows: int, members: int) -> int:
-    """Rows of a full shard: torch.chunk's rule, by which the last shards may be smaller or empty."""
+    """Rows of a full shard by torch.chunk's rule: the last shards may be smaller or empty."""
     return max(1, -(-rows // members))
 
 
@@ -58,7 +58,7 @@ def processors(device: torch.device) -> int:
 
 
 class Workspace:
-    """Symmetric staging (two halves of ``half`` bytes) and flags of one stage, with its local counters.
+    """Symmetric staging (two halves of ``half`` bytes) and flags of a stage; its local counters.
 
     ``staging`` and ``flags`` are int64[size]: where every member's are, as addressed from this
     process. ``watch`` is what bounded waits take: the rank's record, and this stage's number.
@@ -82,7 +82,7 @@ class Workspace:
 
 
 def operand_mode(x: Tensor, tma: bool) -> int:
-    """How an operand [rows, K] can be loaded: by tensor descriptor where strides and address permit, else by pointers."""
+    """How an operand [rows, K] can be loaded: by tensor descriptor if strides and address permit."""
     if not tma or 0 in x.shape or x.data_ptr() % 16 or x.dtype not in TRITON_DTYPES:
         return POINTERS
     item = x.element_size()
@@ -132,7 +132,7 @@ def part_tiling(
     columns: int,
     device: torch.device,
 ) -> Tiling:
-    """The tiling of a stage that sends parts of ``part`` type and sums ``rows`` x ``columns`` of them on this rank.
+    """The tiling of a stage that sends parts of ``part`` type and sums ``rows`` x ``columns`` here.
 
     Sums are made of runs of blocks within a column tile: long runs, since each begins with a wait,
     but several a program.
@@ -160,7 +160,7 @@ def tiles_of(M: int, N: int, T: Tiling) -> int:
 
 @dataclass(frozen=True)
 class Share:
-    """Which program computes what, on the device (`iris.lower.kernels.schedule`), and memory for the parts of cut tiles."""
+    """The schedule of a product on the device, and memory for the parts of cut tiles."""
 
     programs: int
     heads: Tensor

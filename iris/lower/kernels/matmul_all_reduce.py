@@ -166,7 +166,7 @@ class MatmulAllReduce:
         one_shot: bool | None = None,
         config: GemmConfig | None = None,
     ) -> "MatmulAllReduce":
-        """Allocate the workspace (collective over ``group``). ``part_dtype`` is what parts and sums are sent in."""
+        """Allocate the workspace (collective). Parts and sums are sent as ``part_dtype``."""
         device, W, shard = ctx.heap.device, group.size, shard_rows(M, group.size)
         one_shot = M <= cls.ONE_SHOT_ROWS if one_shot is None else one_shot
         config = config or default_config(M, N, dtype, device)
@@ -201,9 +201,9 @@ class MatmulAllReduce:
         matmul_all_reduce_kernel[(share.programs,)](
             dry, operand(x, T.a_mode, T.block_m, T.block_k), *x.stride(),
             operand(w.T, T.b_mode, T.block_n, T.block_k), *w.T.stride(), out, *out.stride(),
-            work.staging, self.sums, work.flags, work.state, *work.watch, group.index, self.M, self.N, self.K,
-            round_up(self.N, 16), shard_rows(self.M, group.size), share.heads, share.table, share.scratch, share.counts,
-            args, self.after, T, num_warps=self.config.warps, num_stages=self.config.stages,
+            work.staging, self.sums, work.flags, work.state, *work.watch, group.index, self.M,
+            self.N, self.K, round_up(self.N, 16), shard_rows(self.M, group.size), share.heads,
+            share.table, share.scratch, share.counts, args, self.after, T, num_warps=self.config.warps, num_stages=self.config.stages,
         )  # fmt: skip
 
     def warm(self, x: Tensor, w: Tensor, *, out: Tensor, args: tuple[Any, ...] = ()) -> None:

@@ -128,7 +128,10 @@ class MatmulReduceScatter:
         after: Any = identity,
         config: GemmConfig | None = None,
     ) -> "MatmulReduceScatter":
-        """Allocate the workspace (collective over ``group``). ``part_dtype`` is what parts are sent in (default: the result type)."""
+        """Allocate the workspace (collective). Parts are sent as ``part_dtype``.
+
+        By default that is the type of a product of ``dtype``.
+        """
         device = ctx.heap.device
         config = config or default_config(M, N, dtype, device)
         part = part_dtype or (torch.int32 if dtype == torch.int8 else dtype)
@@ -163,9 +166,10 @@ class MatmulReduceScatter:
         matmul_reduce_scatter_kernel[(share.programs,)](
             dry, operand(x, T.a_mode, T.block_m, T.block_k), *x.stride(),
             operand(w.T, T.b_mode, T.block_n, T.block_k), *w.T.stride(), out, *out.stride(),
-            work.staging, work.flags, work.state, *work.watch, group.index, rows_of(self.M, group.size, group.index),
-            self.M, self.N, self.K, round_up(self.N, 16), shard_rows(self.M, group.size),
-            share.heads, share.table, share.scratch, share.counts, args, after_args, self.epilogue, self.after, T,
+            work.staging, work.flags, work.state, *work.watch, group.index,
+            rows_of(self.M, group.size, group.index), self.M, self.N, self.K, round_up(self.N, 16),
+            shard_rows(self.M, group.size), share.heads, share.table, share.scratch, share.counts,
+            args, after_args, self.epilogue, self.after, T,
             num_warps=self.config.warps, num_stages=self.config.stages,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""How the programs of a stage meet, on one rank and across ranks. Every kernel of this package is built on these few functions.
+"""How the programs of a stage meet, on a rank and across ranks: what all kernels here are built on.
 
 NOTE [Epochs]
 A stage counts its launches: the epoch lives on the device (``state``), so a replayed CUDA graph
@@ -35,7 +35,7 @@ PATIENCE = tl.constexpr(0 if INTERPRETED.value else 8)
 
 @device_function
 def enter(state):
-    """Return this launch's epoch and this program's number in the order of starting (below 2^16)."""
+    """Return this launch's epoch, and this program's number in the order of starting."""
     epoch = tl.load(state + EPOCH)
     number = tl.atomic_add(state + STARTED, 1, sem="relaxed", scope="gpu")
     return epoch, number & 0xFFFF
@@ -82,7 +82,7 @@ def ticket(state, work: tl.constexpr):
 
 @device_function
 def finished(state, work: tl.constexpr, count, total, number):
-    """Report ``count`` items of a work list done. True for the one program whose report completes ``total``.
+    """Report ``count`` items of a work list done. True for the program that completes ``total``.
 
     What all programs stored for their items happens before what that program does next. Of an empty
     list, program 0 is that one.

@@ -1,4 +1,4 @@
-"""Which parts of which output tiles there are to compute: decided on the host, dealt out on the device.
+"""Which parts of which output tiles to compute: decided on the host, dealt out on the device.
 
 A *segment* is a run of steps along the contracted dim of one tile. Program p of a team of R
 computes segments p, p + R, p + 2 R, ... of the list in one pipelined loop. The list has whole tiles
@@ -9,6 +9,7 @@ team, so neither do the bits of the results.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ SEGMENT_WORDS = 8
 
 
 class Segment(NamedTuple):
-    """Steps ``first .. first + count`` of tile (row, column) of a product; ``part`` of ``parts`` of that tile.
+    """Steps ``first .. first + count`` of tile (row, column): ``part`` of ``parts`` of it.
 
     ``space`` is the tile's first place in the scratch memory for parts; ``cut`` numbers the cut
     tiles.
@@ -38,7 +39,7 @@ class Segment(NamedTuple):
 
 
 def tile_order(rows: int, columns: int, group: int, first_row: int) -> list[tuple[int, int]]:
-    """All tiles (row, column), ``group`` rows at a time column by column, starting at row ``first_row``."""
+    """All tiles (row, column): ``group`` rows at a time, by columns, from row ``first_row`` on."""
     order = []
     for start in range(0, rows, group):
         band = range(start, min(start + group, rows))
@@ -90,7 +91,7 @@ def make_schedule(
         edge = len(segments)
         for tile in order[len(plain) :]:
             bounds = [depth * part // parts for part in range(parts + 1)]
-            for part, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            for part, (start, stop) in enumerate(pairwise(bounds)):
                 segments.append(Segment(*tile, start, stop - start, part, parts, space, cuts))
             space, cuts = space + parts, cuts + 1
         heads.append((first, edge, len(segments)))

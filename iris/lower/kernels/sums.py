@@ -127,7 +127,7 @@ def no_news(env, item, T: tl.constexpr):
 
 @device_function
 def finish_sum(env, total, row, column, after, T: tl.constexpr):
-    """Store ``after`` of a block; ``env = (target, row stride, column stride, rows, columns, args)``.
+    """Store ``after`` of a block; ``env = (out, row stride, column stride, rows, columns, args)``.
 
     What is rounded once where sums are sent on is rounded here too: all ways give the same bits.
     """
@@ -143,7 +143,7 @@ def finish_sum(env, total, row, column, after, T: tl.constexpr):
 
 @device_function
 def collect(source, ld, first_flag, shard, size, line, rank, number, out, after, T: tl.constexpr):
-    """Store ``after`` of all members' rows of ``source`` [M, ld], this rank's first, as they arrive.
+    """Store ``after`` of all members' rows of ``source`` [M, ld], own first, as they arrive.
 
     Items are those of ``sum_rows``, for each owner; their flags begin at ``first_flag``. Nobody
     waits for this: program p begins with item p.
