@@ -1,6 +1,9 @@
-"""Every error that iris raises on purpose. Each says what, where and how out; see docs/errors.md."""
+"""Every error that iris raises on purpose. Each says what, where and how out; see
+docs/errors.md.
+"""
 
 import builtins
+from collections.abc import Sequence
 
 
 class IrisError(Exception):
@@ -37,7 +40,14 @@ class UnsupportedError(IrisError, NotImplementedError):
 
 
 class CollectiveMismatchError(IrisError, RuntimeError):
-    """Ranks of one group met in different calls, shapes or dtypes. Raised on all of them."""
+    """Ranks of one group met in different calls, shapes or dtypes. Raised on all of them.
+
+    ``calls`` says what each member was in, in group order; empty where operands differed.
+    """
+
+    def __init__(self, message: str, help: str | None = None, calls: Sequence[str] = ()) -> None:
+        self.calls = tuple(calls)
+        super().__init__(message, help)
 
 
 class HeapExhaustedError(IrisError, MemoryError):

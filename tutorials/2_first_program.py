@@ -142,7 +142,7 @@ print(mlp.explain(x, w_up, w_down))
 # The graph in stages. A stage is followed by the operations that it replaces.
 
 # %%
-print(mlp.trace(x, w_up, w_down).lower().as_text())
+print(mlp.trace(x, w_up, w_down).lower().graph)
 
 # %% [markdown]
 # And as a picture: a box is a stage.

@@ -17,10 +17,6 @@
 # Triton code that comes out.
 
 # %%
-import os
-import tempfile
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 
@@ -64,7 +60,7 @@ print("agrees with one rank:", torch.allclose(y, expected, atol=1e-5))
 # one gather, two products, and the pointwise operations between them (the *epilogue*).
 
 # %%
-print(swiglu.trace(*args).lower().as_text())
+print(swiglu.trace(*args).lower().graph)
 
 # %%
 print(swiglu.explain(*args))
@@ -77,28 +73,17 @@ print(swiglu.explain(*args))
 
 # %%
 unfused = iris.spmd(**specs, fuse=False)(swiglu.__wrapped__)
-print(unfused.trace(*args).lower().as_text())
+print(unfused.trace(*args).lower().graph)
 print("agrees:", torch.allclose(unfused(*args), y, atol=1e-5))
 
 # %% [markdown]
 # ## The generated Triton
 #
-# A stage is a hand-written Triton kernel; its epilogue is generated from your lines. With
-# `IRIS_DUMP` set to a folder, each rank writes every step of a program there. The ranks follow
-# environment variables that you change.
+# A stage is a hand-written Triton kernel; its epilogue is generated from your lines.
 
 # %%
-folder = Path(tempfile.mkdtemp())
-os.environ["IRIS_DUMP"] = str(folder)
-iris.spmd(**specs, lowering="triton", name="dumped")(swiglu.__wrapped__)(*args)
-del os.environ["IRIS_DUMP"]
-steps = sorted((folder / "rank0" / "dumped").iterdir())
-print(*(step.name for step in steps), sep="\n")
-
-# %%
-for step in steps:
-    if "kernel" in step.name:
-        print(step.read_text())
+for stage, source in swiglu.trace(*args).lower().kernels().items():
+    print(stage, source, sep="\n")
 
 # %% [markdown]
 # ## What an epilogue can hold
@@ -120,7 +105,7 @@ def biased(x, w, bias):
 
 
 bias = torch.randn(N)
-print(biased.trace(x, w_up, bias).lower().as_text())
+print(biased.trace(x, w_up, bias).lower().graph)
 close = torch.allclose(biased(x, w_up, bias), F.gelu(x @ w_up + bias) * 0.5, atol=1e-5)
 print("agrees:", close)
 
@@ -153,7 +138,7 @@ def both(x, w):
     return g @ w, g * 1
 
 
-print(both.trace(x, w_up).lower().as_text())
+print(both.trace(x, w_up).lower().graph)
 
 # %% [markdown]
 # ## Who waits for whom

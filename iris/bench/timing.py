@@ -1,11 +1,15 @@
 """Times of work captured in CUDA graphs, the slowest rank counted."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+SPAN = 5e3  # microseconds that the calls in one graph last, about
+MOST_CALLS = 200
+REPLAYS = 15
 
 
 @dataclass(frozen=True)
@@ -17,55 +21,65 @@ class Time:
     high: float
 
 
-def capture(call: Callable[[], object], inner: int) -> torch.cuda.CUDAGraph:
-    """``inner`` calls in one graph, after two outside."""
+def capture(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
+    """``calls`` calls in one graph, after two outside it. Collective."""
     for _ in range(2):
         call()
     torch.cuda.synchronize()
     dist.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-        for _ in range(inner):
+        for _ in range(calls):
             call()
     dist.barrier()
+    graph.replay()
+    torch.cuda.synchronize()
     return graph
 
 
-def time_graph(
-    call: Callable[[], object], align: Callable[[], object], *, replays: int = 15, span: float = 5e3
-) -> Time:
-    """Time ``call`` in a graph of as many calls as last about ``span`` microseconds. Collective.
+def time_graphs(
+    contestants: Mapping[str, Callable[[], object]], align: Callable[[], object]
+) -> dict[str, Time]:
+    """Time contestants in turns, so that all meet the same clocks and neighbours. Collective.
 
     ``align`` enqueues a barrier of the ranks on the device before each replay, so that it is not
-    the hosts' skew that is timed.
+    the skew of the hosts that is timed.
     """
-    inner = 4
-    graph = capture(call, inner)
-    first = _replay(graph, align, 3, inner)
-    longer = min(200, int(span / first.median))
-    if longer > inner:
-        inner = longer
-        graph = capture(call, inner)
-    return _replay(graph, align, replays, inner)
+    graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
+    for name, call in contestants.items():
+        graph = capture(call, 4)
+        first = _slowest(statistics.median(_replay(graph, align) for _ in range(3)) / 4)
+        calls = max(4, min(MOST_CALLS, int(SPAN / first)))
+        graphs[name] = (graph if calls == 4 else capture(call, calls), calls)
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(REPLAYS):
+        for name, (graph, calls) in graphs.items():
+            times[name].append(_replay(graph, align) / calls)
+    return {name: _agreed(values) for name, values in times.items()}
 
 
-def _replay(
-    graph: torch.cuda.CUDAGraph, align: Callable[[], object], replays: int, inner: int
-) -> Time:
+def _replay(graph: torch.cuda.CUDAGraph, align: Callable[[], object]) -> float:
+    """Microseconds of one replay on this rank."""
+    dist.barrier()
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    align()
+    start.record()
     graph.replay()
+    stop.record()
     torch.cuda.synchronize()
-    times = []
-    for _ in range(replays):
-        dist.barrier()
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        align()
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) / inner * 1e3)
-    deciles = statistics.quantiles(times, n=10)
-    mine = Time(statistics.median(times), deciles[0], deciles[-1])
-    every: list[Time | None] = [None] * dist.get_world_size()
+    return float(start.elapsed_time(stop)) * 1e3
+
+
+def _agreed(values: list[float]) -> Time:
+    """The figures of the rank with the largest median."""
+    deciles = statistics.quantiles(values, n=10)
+    mine = Time(statistics.median(values), deciles[0], deciles[-1])
+    every = [mine] * dist.get_world_size()
     dist.all_gather_object(every, mine)
-    return max((time for time in every if time is not None), key=lambda time: time.median)
+    return max(every, key=lambda time: time.median)
+
+
+def _slowest(value: float) -> float:
+    every = [value] * dist.get_world_size()
+    dist.all_gather_object(every, value)
+    return max(every)

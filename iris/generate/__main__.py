@@ -13,12 +13,15 @@ from iris.generate import models, worker
 
 PROMPT = "What is the capital of France?"
 INTERRUPTED = 130
+WIDTH = 100  # of what is shown where there is no terminal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Generate. Return 0, or 1 if that failed."""
     options = _parser().parse_args(argv)
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
     try:
         with console.status(f"read {options.model} …"):
             model, encode = models.load(options.model)

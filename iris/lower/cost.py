@@ -101,7 +101,7 @@ def _sent(match: Match, nbytes: int, members: int, profile: Profile) -> float:
     if members == 1:
         return 0.0
     others = members - 1
-    if match.stage == "all_gather_matmul":
+    if match.stage in ("all_gather_matmul", "matmul_all_gather"):
         traffic: float = nbytes * others
     elif match.stage == "matmul_reduce_scatter":
         traffic = nbytes * others / members

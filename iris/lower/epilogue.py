@@ -173,7 +173,7 @@ def of_match(match: "Match") -> Epilogue | None:
     """The epilogue of a matched stage; None where its chain is empty."""
     if not match.chain:
         return None
-    scattered = match.stage == "matmul_reduce_scatter"
+    scattered = match.stage in ("matmul_reduce_scatter", "matmul_all_gather")
     end = match.collective.uses[0] if scattered else match.results[0]
     return generate(match.chain, {name: i for i, name in enumerate(match.tiles)}, end)
 

@@ -17,6 +17,7 @@ from iris.lower.epilogue import Epilogue, of_match
 from iris.lower.kernels.all_gather_matmul import AllGatherMatmul
 from iris.lower.kernels.config import default_config
 from iris.lower.kernels.gemm import identity
+from iris.lower.kernels.matmul_all_gather import MatmulAllGather
 from iris.lower.kernels.matmul_all_reduce import MatmulAllReduce
 from iris.lower.kernels.matmul_reduce_scatter import MatmulReduceScatter
 from iris.lower.stages import Match
@@ -58,8 +59,9 @@ class FusedCall:
         self.dry = 0
         self.device = ctx.device
         self.weights = len(match.products)
-        self.shapes = [values.shape(name) for name in match.results]
-        self.dtypes = [values.dtype(name) for name in match.results]
+        self.gathers = bool(match.gathered)
+        self.shapes = [values.shape(name) for name in results_of(match)]
+        self.dtypes = [values.dtype(name) for name in results_of(match)]
         self.epilogue = of_match(match)
         self.tile_shapes = _tile_shapes(match, self.epilogue, values)
         self.launch, self.workspace = LAUNCHERS[match.stage](self, match, Site(ctx, group, values))
@@ -83,6 +85,11 @@ class FusedCall:
     def function(self) -> Any:
         """The epilogue that the kernel is compiled with."""
         return identity if self.epilogue is None else self.epilogue.load()
+
+
+def results_of(match: Match) -> tuple[str, ...]:
+    """Values that a fused call returns, in order: a gathered value that others read comes last."""
+    return (*match.results, *([match.gathered] if match.gathered else []))
 
 
 def operands_of(match: Match) -> tuple[str, ...]:
@@ -135,25 +142,30 @@ def _launch_gather(call: FusedCall, match: Match, site: Site) -> tuple[Launch, i
     )
 
     def launch(x: Tensor, weights: Any, outs: Any, args: Any, dry: int) -> None:
-        stage(x.reshape(rows(x.shape), x.shape[-1]), weights, out=outs, args=args, dry=dry)
+        flat = x.reshape(rows(x.shape), x.shape[-1])
+        out, gathered = (outs[:-1], outs[-1]) if call.gathers else (outs, None)
+        stage(flat, weights, out=out, args=args, gathered=gathered, dry=dry)
 
     return launch, stage.workspace.block.nbytes
 
 
-def _launch_scatter(call: FusedCall, match: Match, site: Site) -> tuple[Launch, int]:
-    (m, k), n = (
-        site.values.shape(match.products[0].left),
-        site.values.shape(match.products[0].right)[1],
-    )
-    operand = site.values.shape(match.collective.uses[0])
+def _launch_then(call: FusedCall, match: Match, site: Site) -> tuple[Launch, int]:
+    """A product whose rows, or columns as the transposed problem, are summed or gathered."""
+    values, product = site.values, match.products[0]
+    (m, k), n = values.shape(product.left), values.shape(product.right)[1]
+    operand = values.shape(match.collective.uses[0])
     columns = int(match.collective.kwargs["dim"]) == len(operand) - 1 > 0  # type: ignore[arg-type]
-    stage = MatmulReduceScatter.create(
+    if match.stage == "matmul_all_gather":
+        gathered = call.shapes[0]
+        m, n = (m, gathered[-1]) if columns else (rows(gathered), n)
+    make = THEN[match.stage]
+    stage = make.create(
         site.ctx,
         site.group,
         M=n if columns else m,
         N=m if columns else n,
         K=k,
-        dtype=site.values.dtype(match.products[0].left),
+        dtype=values.dtype(product.left),
         epilogue=call.function,
     )
 
@@ -162,6 +174,12 @@ def _launch_scatter(call: FusedCall, match: Match, site: Site) -> tuple[Launch, 
         stage(left, right, out=out, args=args, dry=dry)
 
     return launch, stage.workspace.block.nbytes
+
+
+THEN: Mapping[str, Any] = {
+    "matmul_reduce_scatter": MatmulReduceScatter,
+    "matmul_all_gather": MatmulAllGather,
+}
 
 
 def _launch_reduce(call: FusedCall, match: Match, site: Site) -> tuple[Launch, int]:
@@ -182,6 +200,7 @@ def _launch_reduce(call: FusedCall, match: Match, site: Site) -> tuple[Launch, i
 
 LAUNCHERS: Mapping[str, Callable[[FusedCall, Match, Site], tuple[Launch, int]]] = {
     "all_gather_matmul": _launch_gather,
-    "matmul_reduce_scatter": _launch_scatter,
+    "matmul_reduce_scatter": _launch_then,
+    "matmul_all_gather": _launch_then,
     "matmul_all_reduce": _launch_reduce,
 }

@@ -122,7 +122,7 @@ class _Writer:
         return [self._step(inner) for inner in walk((node,)) if not inner.body]
 
     def _fused(self, match: Match, node: Node) -> _Step:
-        from iris.lower.fused import FusedCall, Values, operands_of  # brings in triton
+        from iris.lower.fused import FusedCall, Values, operands_of, results_of  # brings in triton
 
         group = self.place.group_of(match.collective)
         values = Values(self.types, self.graph.mesh, self.place.coord)
@@ -131,9 +131,10 @@ class _Writer:
         self.space[name] = call
         self.fused.append(call)
         operands = operands_of(match)
-        targets = "".join(f"{_variable(result)}, " for result in match.results)
+        results = results_of(match)
+        targets = "".join(f"{_variable(result)}, " for result in results)
         text = f"{targets}= {name}({', '.join(map(_variable, operands))})"
-        return _Step(text, operands, match.results, node.loc)
+        return _Step(text, operands, results, node.loc)
 
     def _step(self, node: Node) -> _Step:
         targets = ", ".join(_variable(value.name) for value in node.outputs)

@@ -1,5 +1,6 @@
 """Collectives of a graph, built for one rank: sizes from the types, ranks from the mesh."""
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,13 @@ class Site:
     def what(self) -> str:
         """How errors call this collective."""
         at = f" at {self.node.loc}" if self.node.loc else ""
-        return f"{self.node.op} #{self.number_in_program}{at} in program {self.graph.name}"
+        program = f"program {self.graph.name} {self.signature:08x}"
+        return f"{self.node.op} #{self.number_in_program}{at} in {program}"
+
+    @property
+    def signature(self) -> int:
+        """A number that differs between programs of one function: of their inputs' types."""
+        return zlib.crc32(", ".join(str(value.type) for value in self.graph.inputs).encode())
 
     def number(self, attribute: str) -> int:
         return int(self.node.kwargs[attribute])  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ pointwise chain that becomes the kernel's epilogue, and what comes after. Where 
 serve a body, `match` says why, and the body runs node by node.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from iris.graph.nodes import Node, Ref, Value
@@ -44,6 +44,7 @@ class Match:
     results: tuple[str, ...]
     after: tuple[Node, ...]
     zipped: bool = False
+    gathered: str = ""  # the gathered value, where others read it too
 
 
 def match(stage: Node, types: Mapping[str, TensorType]) -> Match | str:
@@ -111,6 +112,7 @@ def _chain(
     roots: Sequence[str],
     kept: Sequence[str],
     types: Mapping[str, TensorType],
+    late: Collection[str] = (),
 ) -> tuple[list[Node], str | None]:
     """The longest start of ``nodes`` that an epilogue can compute, and the one value that leaves
     it.
@@ -121,6 +123,8 @@ def _chain(
     best: tuple[int, str] | None = (0, roots[0]) if len(roots) == 1 else None
     for count, node in enumerate(nodes, 1):
         if obstacle(node, types) is not None and not _row_view(node, types):
+            break
+        if not set(late).isdisjoint(node.uses):
             break
         ready.add(node.out.name)
         needed = {name for later in nodes[count:] for name in later.uses} | set(kept)
@@ -148,10 +152,9 @@ def _gather_matmul(
             views.add(node.out.name)
     if any(p.left not in views for p in products):
         return "the gathered value is not the left operand as it is"
+    again = [node for node in rest if node.out.name in views]
     rest = [node for node in rest if node.out.name not in views]
     used = {name for node in rest for name in node.uses} | set(_kept(stage))
-    if used & views:
-        return "the gathered value is used elsewhere too"
     shape = gather.out.type.shape
     if any(n != 1 for n in shape[: int(gather.kwargs["dim"])]) or len(shape) < 2:  # type: ignore[arg-type]
         return f"rows of dim {gather.kwargs['dim']} do not lie together"
@@ -160,12 +163,15 @@ def _gather_matmul(
     if len(products) > MOST_WEIGHTS:
         return f"{len(products)} products share one gather, the kernel takes {MOST_WEIGHTS}"
     roots = [p.result for p in products]
-    before, nodes = _split(rest, roots)
+    before, nodes = _split(rest, [*roots, *views])
     zipped = len(products) == 2 and types[roots[0]].shape == types[roots[1]].shape
     chain, result = (
-        _chain(nodes, roots, _kept(stage), types) if zipped or len(roots) == 1 else ([], None)
+        _chain(nodes, roots, _kept(stage), types, views)
+        if zipped or len(roots) == 1
+        else ([], None)
     )
     results = (result,) if result is not None else tuple(roots)
+    read_again = not views.isdisjoint(used)
     return Match(
         stage.op,
         tuple(before),
@@ -174,39 +180,39 @@ def _gather_matmul(
         tuple(roots),
         tuple(chain),
         results,
-        tuple(nodes[len(chain) :]),
+        (*(again if read_again else ()), *nodes[len(chain) :]),
         zipped and result is not None,
+        gather.out.name if read_again else "",
     )
 
 
-def _matmul_scatter(
-    stage: Node, body: Sequence[Node], types: Mapping[str, TensorType]
-) -> Match | str:
-    scatter = next(node for node in body if node.op == "reduce_scatter")
+def _matmul_then(stage: Node, body: Sequence[Node], types: Mapping[str, TensorType]) -> Match | str:
+    """A product, an epilogue, then a reduce_scatter or an all_gather of rows or columns."""
+    last = next(node for node in body if node.op in ("reduce_scatter", "all_gather"))
     product = _products(body)[0]
     before, nodes = _split([n for n in body if n.op != "matmul"], [product.result])
-    at = nodes.index(scatter)
-    kept = [*_kept(stage), *scatter.uses]
+    at = nodes.index(last)
+    kept = [*_kept(stage), *last.uses]
     chain, result = _chain(nodes[:at], [product.result], kept, types)
-    if (result,) != scatter.uses or len(chain) < at:
-        return "what runs between the product and the sum is no epilogue"
+    if (result,) != last.uses or len(chain) < at:
+        return f"what runs between the product and the {last.op} is no epilogue"
     if product.result in _kept(stage) or result in _kept(stage):
         return "the product is used elsewhere too"
-    shape, dim = types[scatter.uses[0]].shape, int(scatter.kwargs["dim"])  # type: ignore[arg-type]
+    shape, dim = types[last.uses[0]].shape, int(last.kwargs["dim"])  # type: ignore[arg-type]
     if dim == len(shape) - 1 and len(shape) > 1 and chain:
-        return "columns are scattered after an epilogue"
+        return "columns are sent after an epilogue"
     if dim != len(shape) - 1 and any(n != 1 for n in shape[:dim]):
         return f"rows of dim {dim} do not lie together"
-    if scatter.kwargs.get("op", "sum") != "sum":
-        return f"the reduction is {scatter.kwargs['op']}"
+    if last.kwargs.get("op", "sum") != "sum":
+        return f"the reduction is {last.kwargs['op']}"
     return Match(
         stage.op,
         tuple(before),
         (product,),
-        scatter,
+        last,
         (product.result,),
         tuple(chain),
-        (scatter.out.name,),
+        (last.out.name,),
         tuple(nodes[at + 1 :]),
     )
 
@@ -244,6 +250,7 @@ def _matmul_reduce(
 
 MATCHERS = {
     "all_gather_matmul": _gather_matmul,
-    "matmul_reduce_scatter": _matmul_scatter,
+    "matmul_reduce_scatter": _matmul_then,
+    "matmul_all_gather": _matmul_then,
     "matmul_all_reduce": _matmul_reduce,
 }

@@ -185,13 +185,15 @@ class Group:
             )
 
     def _mismatch(self, parity: int, word: int) -> CollectiveMismatchError:
-        lines = []
-        for rank, slot in zip(self.ranks, self._slots, strict=True):
+        calls = []
+        for slot in self._slots:
             assert slot is not None  # sync has met every member
-            lines.append(f"  rank {rank}: {slot.read_what(parity)}")
+            calls.append(slot.read_what(parity))
+        lines = [f"  rank {rank}: {call}" for rank, call in zip(self.ranks, calls, strict=True)]
         return CollectiveMismatchError(
             "ranks of one group are in different calls\n" + "\n".join(lines),
             help="every rank of a group must make the same calls, with the same shapes and dtypes",
+            calls=calls,
         )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from iris import config
-from iris.errors import ConfigError, SpecError, UnsupportedError
+from iris.errors import CollectiveMismatchError, ConfigError, SpecError, UnsupportedError
 from iris.runtime.context import current
 from iris.spmd.binding import Binder, Bound, alias_key
 from iris.spmd.context import TraceContext, tracing
@@ -46,6 +46,9 @@ class _State:
     accesses: dict[str, Access] = field(default_factory=dict)
     programs: "OrderedDict[object, Program]" = field(default_factory=OrderedDict)
     writing: set[object] = field(default_factory=set)  # keys whose programs write to arguments
+    variants: dict[object, "list[Program]"] = field(
+        default_factory=dict
+    )  # by key: NOTE [Same shard]
     signatures: dict[tuple[object, ...], None] = field(default_factory=dict)
     misses: Misses = field(default_factory=Misses)
 
@@ -101,6 +104,17 @@ class SpmdFunction:
         if program.executable is None:
             from iris.spmd.program import prepare  # brings in the tracer, which is slow to import
 
+            prepare(program)
+        try:
+            return program(bound.tensors)
+        except CollectiveMismatchError as error:
+            from iris.spmd.program import one_rank_retraces, prepare
+
+            if not one_rank_retraces(error, self._options.name):
+                raise
+        binder, state = self._bindings(instance)
+        _, program = self._compile(instance, binder, bound, state)
+        if program.executable is None:
             prepare(program)
         return program(bound.tensors)
 
@@ -165,14 +179,18 @@ class SpmdFunction:
         watched = tuple(state.accesses.values())
         from iris.spmd.program import Compiler
 
-        program = Compiler(fn, binder, bound, self._options, watched, held).run()
+        variants = state.variants.setdefault(self._key(instance, bound, state, aliases=False), [])
+        program = Compiler(fn, binder, bound, self._options, watched, variants, held).run()
+        if program not in variants:
+            variants.append(program)
         base = self._key(instance, bound, state, aliases=False)
         if program.graph.writes:
             state.writing.add(base)
         key = self._key(instance, bound, state)
         state.programs[key] = program
         while len(state.programs) > CACHED_PROGRAMS:
-            state.programs.popitem(last=False)
+            old, _ = state.programs.popitem(last=False)
+            state.variants.pop(old, None)
         return key, program
 
     def _check_grad(self, tensors: Sequence[torch.Tensor]) -> None:

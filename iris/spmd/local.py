@@ -131,6 +131,15 @@ class LocalMesh(Controller):
             call, _kept = self._arena.dumps((fn, args, kwargs))
             return self._call(name, local_rank.run_plain, self._changed_settings(), call)
 
+    def share(self, value: Any) -> Any:
+        """Return ``value`` with its tensors in memory that the ranks see: later calls copy nothing.
+
+        For weights, which are passed again and again. Takes any tree of tensors.
+        """
+        with self._lock:
+            put = self._arena.share
+            return pytree.tree_map_only(Tensor, lambda tensor: put(tensor.detach()), value)
+
     @contextmanager
     def profile(self) -> Iterator[Timeline]:
         """Record when each rank does what, step by step, until the ``with`` block ends.

@@ -13,7 +13,13 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from iris import config
-from iris.errors import SpecError, TraceError, TypeRuleError, UnsupportedError
+from iris.errors import (
+    CollectiveMismatchError,
+    SpecError,
+    TraceError,
+    TypeRuleError,
+    UnsupportedError,
+)
 from iris.graph.nodes import Graph, Ref, Value
 from iris.graph.ops import Output as Returned, check_outputs, get_op
 from iris.graph.types import Mesh, TensorType
@@ -37,7 +43,7 @@ from iris.spmd.specs import Leaf, axes_in, match, offences
 from iris.spmd.tracing import Output, Traced, trace, tracer_node
 
 
-@dataclass
+@dataclass(eq=False)
 class Program:
     """One traced signature: its graph, before and after the passes, and what binds it to a call."""
 
@@ -48,11 +54,12 @@ class Program:
     captured: tuple[Tensor, ...]
     outputs: tuple[Output, ...]
     out_tree: pytree.TreeSpec
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[Leaf, ...]  # the tensors among the arguments, as meta tensors
     bases: tuple[tuple[int, ...], ...] = ()  # leaves that share memory, where the program writes
     choices: Mapping[str, Choice] = field(default_factory=dict)
     lowering: str = "torch"
     dump: Dump | None = None
+    signature: tuple[TensorType, ...] | None = None  # global types of all that has a spec
     executable: Executable | None = None
     runner: Runner | None = None
     _single: bool = field(init=False)
@@ -101,11 +108,13 @@ class Compiler:
         bound: Bound,
         options: Options,
         watched: Sequence[Access],
+        variants: Sequence["Program"],
         held: Sequence[Leaf] = (),
     ) -> None:
         self.fn, self.binder, self.bound = fn, binder, bound
         self.held = [leaf for leaf in held if leaf.spec is not None]  # of the method's module
         self.held_types: dict[int, Value] = {}  # by the tensor's id
+        self.variants = variants
         self.options, self.watched = options, watched
         self.name = options.name
 
@@ -113,14 +122,36 @@ class Compiler:
         """Check specs, trace, import, run the passes, and agree with the other ranks."""
         mesh = self._mesh()
         group = _group(mesh)
-        leaves = agreed(group, f"arguments of {self.name}", lambda: self._leaves(mesh))
+        leaves = self._agreed_leaves(mesh, group)
         types = self._types([*leaves, *self.held], mesh, group)
+        known = self._known(types, group)
+        if known is not None:
+            return known
+        signature = None if types is None else tuple(types)
         if types is not None:
             self._type_held(types[len(leaves) :])
             types = types[: len(leaves)]
         program = agreed(group, f"trace of {self.name}", lambda: self._trace(leaves, types, mesh))
         self._agree(program, group)
+        program.signature = signature
         return program
+
+    def _agreed_leaves(self, mesh: ProgramMesh | None, group: Group | None) -> list[Leaf]:
+        what = f"arguments of {self.name}"
+        try:
+            return agreed(group, what, lambda: self._leaves(mesh))
+        except CollectiveMismatchError as error:
+            if not one_rank_retraces(error, self.name):
+                raise
+            return agreed(group, what, lambda: self._leaves(mesh))  # now the others trace too
+
+    def _known(self, types: list[TensorType] | None, group: Group | None) -> "Program | None":
+        """A program of these global types, where every rank has one: see NOTE [Same shard]."""
+        if types is None or group is None or group.size == 1:
+            return None
+        found = next((p for p in self.variants if p.signature == tuple(types)), None)
+        answers = group.exchange_object(f"programs of {self.name}", found is not None)
+        return found if all(answers) else None
 
     def _mesh(self) -> ProgramMesh | None:
         options = self.options
@@ -343,7 +374,7 @@ class Compiler:
             captured,
             traced.outputs,
             traced.out_tree,
-            tuple(leaves),
+            tuple(replace(leaf, value=leaf.value.detach().to("meta")) for leaf in leaves),
             bases,
             choices,
             lowering,
@@ -464,6 +495,21 @@ def shared_text(graph: Graph) -> str:
 
 
 T = TypeVar("T")
+
+
+def one_rank_retraces(error: CollectiveMismatchError, name: str) -> bool:
+    """Whether ranks met at the start of one call of program ``name``, not all in the same program.
+
+    NOTE [Same shard]
+    A rank's shard does not tell the global size: of 8 and of 7 rows over 4 ranks the first three
+    hold 2. So some ranks may find a program of another size while others find none, or another.
+    They notice where they first meet, before anything was written; then all compare shapes again.
+    """
+    mine = f" in program {name} "
+    return bool(error.calls) and all(
+        call == f"arguments of {name}" or (mine in call and " #0 " in f"{call} ")
+        for call in error.calls
+    )
 
 
 def agreed(group: Group | None, what: str, make: Callable[[], T]) -> T:

@@ -57,7 +57,9 @@ class Lowered:
         return self.program.fused
 
     def as_text(self) -> str:
-        """The graph in stages, each followed by the nodes it replaces, then the generated Triton."""
+        """The graph in stages, each followed by the nodes it replaces, then the generated
+        Triton.
+        """
         return "\n".join([str(self.graph), *self.kernels().values()])
 
     def kernels(self) -> dict[str, str]:

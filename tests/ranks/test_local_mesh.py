@@ -131,12 +131,14 @@ def test_picture_of_a_profile(mesh):
 def test_results_go_on_without_a_copy(mesh):
     double = iris.spmd(mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))(lambda x: 2 * x)
     x = double(torch.ones(64, 64))
+    y = mesh.share({"y": torch.ones(64, 64)})["y"]
     shared = mesh._arena.empty
     made = []
     mesh._arena.empty = lambda *args: made.append(args) or shared(*args)
     try:
         assert torch.equal(double(x), torch.full((64, 64), 4.0))
-        assert len(made) == 1, "the result only"
+        assert torch.equal(double(y), x)
+        assert len(made) == 2, "the results only"
     finally:
         del mesh._arena.empty
 

@@ -481,3 +481,57 @@ def test_fused_kernels_of_any_shape(ranks, world, m, k, f):
     for algorithms in ranks(world).run(_layers, "triton", m, k, f):
         assert set(algorithms) <= {"fused", "kernel", "unfused"}
         assert "fused" in algorithms
+
+
+def _sizes_change(sizes):
+    ctx = iris.iris(1 << 22)
+    rank, world = ctx.cur_rank, ctx.num_ranks
+
+    @iris.spmd(in_specs=P("tp"), out_specs=P())
+    def whole(x):
+        return iris.all_gather(x * 2, "tp", dim=0)
+
+    for seed, rows in enumerate(sizes):
+        x = small_integers((rows, 3), seed)
+        assert torch.equal(whole(shard(x, 0, rank, world)), 2 * x), rows
+    return sum(len(found) for found in whole._state.variants.values())
+
+
+def test_sizes_that_some_ranks_cannot_tell_apart(ranks):
+    # Of 8 and of 7 rows the first three of four ranks hold two.
+    ranks(4).run(_sizes_change, [8, 8, 7, 7, 8, 5, 7, 8, 6, 6])
+
+
+def _gathers(lowering, m):
+    ctx = iris.iris(1 << 24)
+    rank, world = ctx.cur_rank, ctx.num_ranks
+
+    @iris.spmd(in_specs=(P("tp"), P(), P()), out_specs=(P(), P(), P()), lowering=lowering)
+    def both(x, w, v):
+        g = iris.all_gather(x, "tp", dim=0)
+        y = F.relu(g @ w)
+        return y, g, iris.all_gather(F.relu(x @ v), "tp", dim=0)
+
+    @iris.spmd(in_specs=(P(), P(None, "tp")), out_specs=P(), lowering=lowering)
+    def columns(x, w):
+        return iris.all_gather(x @ w, "tp", dim=-1)
+
+    w, v = small_integers((6, 24), 1), small_integers((6, 5), 2)
+    for seed in range(3):
+        x = small_integers((m, 6), seed)
+        if seed == 2:
+            delay(world - 1)
+        y, g, z = both(shard(x, 0, rank, world), w, v)
+        assert torch.equal(y, F.relu(x @ w))
+        assert torch.equal(g, x)
+        assert torch.equal(z, F.relu(x @ v))
+        assert torch.equal(columns(x, shard(w, 1, rank, world)), x @ w)
+    programs = [next(iter(f._state.programs.values())) for f in (both, columns)]
+    return [choice.algorithm for program in programs for choice in program.choices.values()]
+
+
+@pytest.mark.parametrize(("world", "m"), [(2, 9), (3, 4), (4, 3)])
+def test_gathers_before_and_after_a_product(ranks, world, m):
+    # bytedance/flux#44
+    for algorithms in ranks(world).run(_gathers, "triton", m):
+        assert algorithms == ["fused"] * 3

@@ -36,6 +36,7 @@ _LANGUAGE = {
 REDUCTIONS = ("sum", "max", "min", "avg")
 ONE_SHOT_BYTES = 256 << 10  # all_reduce of more than this goes in two steps
 _BLOCK_BYTES = 32 << 10
+_LEAST_BYTES = 4 << 10  # 16 for each of the 256 threads of a program
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Exchange:
         if two_shot:
             pieces = [_share(numel, self.share, member, group) for member in _from_own(group)]
         width = max((piece.words()[2] for piece in pieces), default=1)
-        block = _block(numel, itemsize, self.programs)
+        block = _block(numel, itemsize, self.programs, device)
         columns = min(block, 1 << max(0, width - 1).bit_length())
         self.moves = replace(
             moves,
@@ -106,8 +107,8 @@ class Exchange:
         exchange_kernel[(self.programs,)](
             dry, x.view(self.carrier), *box, out.view(self.carrier), self.pieces,
             self.blocks, x.numel(), self.share, work.staging, self.sums, work.flags, work.state,
-            *work.watch, self.group.index, self.half, self.half_sums, replace(self.moves, vector=vector),
-            num_warps=8,
+            *work.watch, self.group.index, self.half, self.half_sums,
+            replace(self.moves, vector=vector), num_warps=8,
         )  # fmt: skip
 
     def warm(self, x: Tensor, *, out: Tensor) -> None:
@@ -141,10 +142,11 @@ def _programs(nbytes: int, device: torch.device) -> int:
     return max(1, min(2 * processors(device), -(-nbytes // 4096)))
 
 
-def _block(numel: int, itemsize: int, programs: int) -> int:
-    """Elements that a program moves at a time: a few blocks for each program."""
+def _block(numel: int, itemsize: int, programs: int, device: torch.device) -> int:
+    """Elements that a program moves at a time: a few blocks for each program, full accesses."""
     each = max(1, numel // (4 * programs))
-    return max(256, min(_BLOCK_BYTES // itemsize, 1 << (each.bit_length() - 1)))
+    least = _LEAST_BYTES // itemsize if device.type == "cuda" else 256
+    return max(least, min(_BLOCK_BYTES // itemsize, 1 << (each.bit_length() - 1)))
 
 
 def _from_own(group: GroupLike) -> list[int]:

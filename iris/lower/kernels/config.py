@@ -60,12 +60,18 @@ def default_config(M: int, N: int, dtype: torch.dtype, device: torch.device) -> 
     """The configuration for a product with [M, N] results where nothing was measured."""
     if device.type == "cpu":
         return _interpreter_config(M, N)
-    wide = dtype.itemsize > 2  # fp32: half the depth of a 2-byte tile
+    if dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32:
+        return GemmConfig(64, 64, 16, 4, 3, pieces=1, copy=4096)  # no matrix unit
+    # 128 bytes of the contracted dim a step, twice that for the narrow tiles of few rows.
+    step = 128 // dtype.itemsize
+    stages = 3 if dtype in (torch.float32, torch.int8) else 4  # whose results are 4 bytes wide
     if M <= 64:
-        return GemmConfig(64, 128, 64 if wide else 128, warps=4, stages=4, pieces=1, copy=4096)
-    if min(M, N) <= 128 or wide:
-        return GemmConfig(128, 128, 32 if wide else 64, stages=4, pieces=2)
-    return GemmConfig()
+        return GemmConfig(64, 128, 2 * step, 4, stages, pieces=1, cut=False, copy=4096)
+    if min(M, N) <= 128 or dtype.itemsize > 2:
+        return GemmConfig(128, 128, step, stages=stages, pieces=2)
+    if M < 2048:
+        return GemmConfig(block_k=step, stages=stages, pieces=4)
+    return GemmConfig(block_k=step, stages=3, pieces=4 if dtype == torch.int8 else 2)
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class Workspace:
 
 
 def operand_mode(x: Tensor, tma: bool) -> int:
-    """How an operand [rows, K] can be loaded: by tensor descriptor if strides and address permit."""
+    """How to load an operand [rows, K]: by tensor descriptor if strides and address permit."""
     if not tma or 0 in x.shape or x.data_ptr() % 16 or x.dtype not in TRITON_DTYPES:
         return POINTERS
     item = x.element_size()

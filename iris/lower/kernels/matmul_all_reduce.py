@@ -203,7 +203,8 @@ class MatmulAllReduce:
             operand(w.T, T.b_mode, T.block_n, T.block_k), *w.T.stride(), out, *out.stride(),
             work.staging, self.sums, work.flags, work.state, *work.watch, group.index, self.M,
             self.N, self.K, round_up(self.N, 16), shard_rows(self.M, group.size), share.heads,
-            share.table, share.scratch, share.counts, args, self.after, T, num_warps=self.config.warps, num_stages=self.config.stages,
+            share.table, share.scratch, share.counts, args, self.after, T,
+            num_warps=self.config.warps, num_stages=self.config.stages,
         )  # fmt: skip
 
     def warm(self, x: Tensor, w: Tensor, *, out: Tensor, args: tuple[Any, ...] = ()) -> None:
