@@ -8,7 +8,6 @@ def kernel(context_tensor, x, rank: tl.constexpr, world_size: tl.constexpr, N: t
     ctx.barrier()
 """
 
-
 import triton
 import triton.language as tl
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from iris.graph.ops.rules import axes_of
+from iris.graph.ops.rules import axes_of, group_size
 from iris.graph.types import DTYPES, Mesh, TensorType
 from iris.lower.stages import Match
 
@@ -78,7 +78,7 @@ def predict(
     for step in match.products:
         (rows, inner), columns = shape(step.left), shape(step.right)[1]
         product += _product(rows, inner, columns, item, profile)
-    members = math.prod(mesh.size(a) for a in axes_of(match.collective.kwargs["axis"]))  # type: ignore[arg-type]
+    members = group_size(mesh, axes_of(match.collective.kwargs["axis"]))  # type: ignore[arg-type]
     sent = _sent(match, math.prod(shape(match.collective.uses[0])) * item, members, profile)
     first = min(product, sent) / members  # what cannot be hidden: until the first part has come
     fused = max(product, sent) + first + profile.latency + profile.launch

@@ -85,10 +85,7 @@ def _on_gpu(
     fn: Callable[[], Any], barrier: Callable[[], Any], preamble: Callable[[], Any], repeat: int
 ) -> list[float]:
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    pairs = [
-        [torch.cuda.Event(enable_timing=True) for _ in "se"]  # type: ignore[no-untyped-call]
-        for _ in range(repeat)
-    ]
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in "se"] for _ in range(repeat)]
     for start, end in pairs:
         barrier()
         preamble()

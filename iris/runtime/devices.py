@@ -40,7 +40,7 @@ def _index(local_rank: int) -> int:
     bound = getattr(dist.group.WORLD, "bound_device_id", None) if dist.is_initialized() else None
     if bound is not None:
         return int(bound.index)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         return torch.cuda.current_device()
     return local_rank % torch.cuda.device_count()
 

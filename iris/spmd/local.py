@@ -314,7 +314,7 @@ class LocalMesh(Controller):
                 help="give @iris.spmd(out_specs=...) a P for each result",
             )
         mesh = self._mesh(function)
-        compiler = Compiler(function._function(instance), binder, bound, options, ())
+        compiler = Compiler(function._function(instance), binder, bound, options, (), ())
         leaves = compiler._leaves(_places(mesh))
         check_claims(options.name, leaves)
         shapes = [(dtype_name(leaf.value.dtype), tuple(leaf.value.shape)) for leaf in leaves]

@@ -45,9 +45,7 @@ class AllGather(Op):
         lost = set(x.varying) - set(axes)
         return (settle(ctx, dims, Local(x.dtype, stacked), x.partial, lost),)
 
-    def _rows(
-        self, ctx: InferContext, axes: tuple[str, ...], held: int, told: int | None
-    ) -> int:
+    def _rows(self, ctx: InferContext, axes: tuple[str, ...], held: int, told: int | None) -> int:
         """Rows after gathering ``held`` of each rank; ``told``, if this rank's shard of that many
         rows is what it holds.
         """
