@@ -16,7 +16,11 @@ from iris.lower.kernels.matmul_all_gather import MatmulAllGather
 from iris.lower.kernels.matmul_all_reduce import MatmulAllReduce
 from iris.lower.kernels.matmul_reduce_scatter import MatmulReduceScatter
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.timeout(180),
+]
 
 KINDS = {
     "gather": AllGatherMatmul,

@@ -17,7 +17,7 @@ class AllGather(Op):
     """Give every rank of ``axis`` the whole of ``dim``: ``f32[8/tp, 4] -> f32[8, 4]``.
 
     A varying value is stacked as it is: ``f32[2, 4]~tp -> f32[8, 4]`` on four ranks; or, where the
-    program said how many rows there are and this rank has its shard of them, ``-> f32[7, 4]``.
+    program said how many rows there are and this rank has its shard of them, to just those rows.
     """
 
     name = "all_gather"
