@@ -108,7 +108,8 @@ class SpmdFunction:
         try:
             return program(bound.tensors)
         except CollectiveMismatchError as error:
-            from iris.spmd.program import one_rank_retraces, prepare
+            from iris.spmd.agreement import one_rank_retraces
+            from iris.spmd.program import prepare
 
             if not one_rank_retraces(error, self._options.name):
                 raise

@@ -25,6 +25,7 @@ from iris.runtime.session import Session
 from iris.runtime.shared import SharedArena
 from iris.runtime.transport import dumps
 from iris.spmd import local_rank
+from iris.spmd.agreement import resolve_types
 from iris.spmd.binding import Bound, alias_key, overlaps
 from iris.spmd.control import Controller
 from iris.spmd.decorator import CACHED_PROGRAMS, SpmdFunction, _instance_key
@@ -32,7 +33,7 @@ from iris.spmd.guards import key_of
 from iris.spmd.local_checks import check_claims, check_equal, check_grad
 from iris.spmd.local_rank import Binding, Definition, Hole, Meta, Request, Returned
 from iris.spmd.mesh import AbstractMesh, ProgramMesh
-from iris.spmd.program import Compiler, Program, resolve_types
+from iris.spmd.program import Compiler, Program
 from iris.spmd.specs import Leaf, axes_in, match
 from iris.spmd.stages import Signature, Traced
 from iris.spmd.timeline import CALLER, Event, Timeline

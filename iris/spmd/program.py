@@ -2,11 +2,10 @@
 ranks.
 """
 
-import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -16,12 +15,11 @@ from iris import config
 from iris.errors import (
     CollectiveMismatchError,
     SpecError,
-    TraceError,
     TypeRuleError,
     UnsupportedError,
 )
 from iris.graph.nodes import Graph, Ref, Value
-from iris.graph.ops import Output as Returned, check_outputs, get_op
+from iris.graph.ops import Output as Returned, check_outputs
 from iris.graph.types import Mesh, TensorType
 from iris.lower.choices import Choice, choose
 from iris.lower.cost import ANY, Profile, profile_of
@@ -32,6 +30,7 @@ from iris.lower.replay import Runner
 from iris.lower.sites import Place
 from iris.runtime.context import current
 from iris.runtime.groups import Group
+from iris.spmd.agreement import agree_on_graph, agreed, one_rank_retraces, resolve_types
 from iris.spmd.binding import Binder, Bound, alias_key, flat_base
 from iris.spmd.context import TraceContext
 from iris.spmd.dump import Dump
@@ -132,7 +131,8 @@ class Compiler:
             self._type_held(types[len(leaves) :])
             types = types[: len(leaves)]
         program = agreed(group, f"trace of {self.name}", lambda: self._trace(leaves, types, mesh))
-        self._agree(program, group)
+        chosen = [choice.algorithm for choice in program.choices.values()]
+        agree_on_graph(program.graph, chosen, group or _group(program.mesh))
         program.signature = signature
         return program
 
@@ -416,26 +416,6 @@ class Compiler:
         except TypeRuleError as error:
             raise TypeRuleError(f"{self.name}: {error.message}", help=error.help) from None
 
-    def _agree(self, program: Program, group: Group | None) -> None:
-        """All ranks traced one graph, or all raise with the first line that differs."""
-        group = group or _group(program.mesh)
-        if group is None or group.size == 1:
-            return
-        chosen = [choice.algorithm for choice in program.choices.values()]
-        text = f"{shared_text(program.graph)}\nstages run as: {', '.join(chosen)}"
-        texts = group.exchange_object(f"graph of {self.name}", text)
-        for rank, other in zip(group.ranks, texts, strict=True):
-            if other != texts[0]:
-                pairs = itertools.zip_longest(
-                    str(texts[0]).splitlines(), str(other).splitlines(), fillvalue=""
-                )
-                a, b = next((a, b) for a, b in pairs if a != b)
-                raise TraceError(
-                    f"{self.name}: ranks traced different programs; the first line that differs:\n"
-                    f"  rank {group.ranks[0]}: {a.strip()}\n  rank {rank}: {b.strip()}",
-                    help="do not branch on the rank in Python: use iris.axis_index and torch.where",
-                )
-
 
 def prepare(program: Program) -> None:
     """Make ``program`` runnable on this rank: allocate workspaces, load kernels. Collective over
@@ -480,57 +460,6 @@ def generated(choices: Mapping[str, Choice]) -> dict[str, str]:
     return found
 
 
-def shared_text(graph: Graph) -> str:
-    """The part of a graph's text that all ranks must share: all of it, or its effects where shards
-    are uneven.
-    """
-    if all(type_.is_even(graph.mesh) for type_ in graph.types.values()):
-        return str(graph)
-    effects = [node for node in graph.nodes if get_op(node.op).effects]
-    lines = [
-        f"{node.op}({', '.join(f'{k}={v}' for k, v in node.attrs)})  # {node.loc}"
-        for node in effects
-    ]
-    return "\n".join([*lines, f"return {len(graph.outputs)} values"])
-
-
-T = TypeVar("T")
-
-
-def one_rank_retraces(error: CollectiveMismatchError, name: str) -> bool:
-    """Whether ranks met at the start of one call of program ``name``, not all in the same program.
-
-    NOTE [Same shard]
-    A rank's shard does not tell the global size: of 8 and of 7 rows over 4 ranks the first three
-    hold 2. So some ranks may find a program of another size while others find none, or another.
-    They notice where they first meet, before anything was written; then all compare shapes again.
-    """
-    mine = f" in program {name} "
-    return bool(error.calls) and all(
-        call == f"arguments of {name}" or (mine in call and " #0 " in f"{call} ")
-        for call in error.calls
-    )
-
-
-def agreed(group: Group | None, what: str, make: Callable[[], T]) -> T:
-    """``make()`` on every rank of ``group``: if it fails on one rank, every rank raises."""
-    if group is None or group.size == 1:
-        return make()
-    try:
-        value, failure = make(), None
-    except Exception as error:
-        group.exchange_object(what, f"{type(error).__name__}: {error}")
-        raise
-    reports = group.exchange_object(what, failure)
-    failed = [
-        (rank, text) for rank, text in zip(group.ranks, reports, strict=True) if text is not None
-    ]
-    if failed:
-        lines = "\n".join(f"  rank {rank}: {text}" for rank, text in failed)
-        raise TraceError(f"{what} failed on another rank\n{lines}")
-    return value
-
-
 def _group(mesh: ProgramMesh | None) -> Group | None:
     """The group of all ranks of a program; None where there is nobody to agree with."""
     if mesh is not None and mesh.abstract:
@@ -569,57 +498,3 @@ def _based(
         return [leaves[index] for index in range(len(tensors))]
 
     return [*(tensors[i] for i in rest), *(base for base, _ in made)], spread
-
-
-Shape = tuple[str, tuple[int, ...]]
-
-
-def resolve_types(
-    name: str, leaves: Sequence[Leaf], mesh: ProgramMesh, shapes: Sequence[Sequence[Shape]]
-) -> list[TensorType]:
-    """Global types from every rank's local shapes. SpecError, the same on all ranks, lists every
-    shard that misfits.
-    """
-    places = list(itertools.product(*(range(n) for _, n in mesh.shape.axes)))
-    coords = [dict(zip(mesh.shape.names, place, strict=True)) for place in places]
-    types, wrong = [], []
-    for index, leaf in enumerate(leaves):
-        held = [shape[index] for shape in shapes]
-        if leaf.spec is None:
-            dtype, local = held[0]
-            types.append(TensorType(dtype, local, varying=mesh.shape.names))
-            continue
-        type_ = _global_type(leaf, mesh.shape, coords, held)
-        types.append(type_)
-        for rank, coord, (dtype, local) in zip(mesh.ranks, coords, held, strict=True):
-            due = type_.local_shape(mesh.shape, coord)
-            if (dtype, local) != (type_.dtype, due):
-                wrong.append(
-                    f"{leaf.path}: rank {rank} holds {dtype}{list(local)}; "
-                    f"of {type_} it should hold {type_.dtype}{list(due)}"
-                )
-                break
-    if wrong:
-        noun = "argument differs" if len(wrong) == 1 else "arguments differ"
-        raise SpecError(
-            f"{name}: {len(wrong)} {noun} from the specs on mesh {mesh.shape}\n  "
-            + "\n  ".join(wrong),
-            help="shards follow torch.chunk: all of the rounded-up size, "
-            "the last ones smaller or empty",
-        )
-    return types
-
-
-def _global_type(
-    leaf: Leaf, mesh: Mesh, coords: Sequence[dict[str, int]], held: Sequence[Shape]
-) -> TensorType:
-    """The type whose sizes are the sums of the shards' along each split dim."""
-    assert leaf.spec is not None
-    dtype, first = held[0]
-    spec = leaf.spec.dims + ((),) * (len(first) - len(leaf.spec.dims))
-    sizes = []
-    for dim, axes in enumerate(spec):
-        line = [c for c in coords if all(v == 0 for a, v in c.items() if a not in axes)]
-        rows = [held[coords.index(c)][1] for c in line]
-        sizes.append(sum(shape[dim] if dim < len(shape) else 0 for shape in rows))
-    return TensorType(dtype, tuple(sizes), spec, leaf.spec.partial)
