@@ -25,6 +25,11 @@ KINDS = {
 }
 
 
+def slow(value):
+    """A case that `make test` leaves out: it takes ten seconds or more."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 def tiny(kind, heads=9, kv_heads=3, **options):
     """A small model with random weights, the same in every process."""
     config = transformers.AutoConfig.for_model(
@@ -86,13 +91,13 @@ def prompts():
     return [(ids[0], None), (ids[1], None), (ids[2], mask), (ids[3], None)]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [slow(1), 2, 3, slow(4)])
 def test_heads_that_do_not_divide(ranks, world):
     expected = [ask(tiny("llama"), *prompt) for prompt in prompts()]
     check(ranks(world).run(_tiny, "llama", 9, 3, prompts(), timeout=110), expected)
 
 
-@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", [slow("mistral"), "qwen2", "qwen3"])
 def test_other_models_of_the_family(ranks, kind):
     expected = [ask(tiny(kind, 4, 2), *prompt) for prompt in prompts()]
     # On four ranks the two key heads are repeated.
@@ -211,7 +216,7 @@ def _real(model, prompts, tokens):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, slow(3), slow(4)])
 def test_a_real_model(ranks, smollm2, world):
     model, encode, whole = smollm2
     asked = [torch.tensor([encode(text)]) for text in ("What is the capital of France?", "Hi!")]
