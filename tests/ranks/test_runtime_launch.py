@@ -1,6 +1,7 @@
 """The launcher: results, every kind of failure, and nothing left behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -174,8 +175,9 @@ def test_a_rank_that_never_starts_is_named():
 
     with pytest.raises(LaunchError) as caught:
         launch(start, 3, timeout=LIMIT, env={"IRIS_TIMEOUT": "1"})
-    assert "TimeoutError: iris.iris: rank 0 waited 1." in str(caught.value)
-    assert "for rank 1 of 3" in str(caught.value)
+    # Either of the two may run out first.
+    named = r"TimeoutError: iris\.iris: rank [02] waited 1\.\d s for rank 1 of 3"
+    assert re.search(named, str(caught.value))
 
 
 def test_a_rank_that_returns_early_is_named():
@@ -352,7 +354,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
 
 
 def test_torchrun(script):
-    assert sorted(_finish(_python(None, *TORCHRUN, script)).split()) == ["3", "3", "3"]
+    # Each rank prints its 3; the lines of several processes may run into one another.
+    assert "".join(_finish(_python(None, *TORCHRUN, script)).split()) == "333"
 
 
 def test_under_torchrun_peers_say_why_a_rank_died(script):
