@@ -376,7 +376,7 @@ def programs(draw: st.DrawFn) -> Program:
 
 pytestmark = pytest.mark.cpu
 quick = settings(
-    max_examples=150,
+    max_examples=80,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

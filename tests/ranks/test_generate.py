@@ -91,13 +91,13 @@ def prompts():
     return [(ids[0], None), (ids[1], None), (ids[2], mask), (ids[3], None)]
 
 
-@pytest.mark.parametrize("world", [slow(1), 2, 3, slow(4)])
+@pytest.mark.parametrize("world", [slow(1), 2, slow(3), slow(4)])
 def test_heads_that_do_not_divide(ranks, world):
     expected = [ask(tiny("llama"), *prompt) for prompt in prompts()]
     check(ranks(world).run(_tiny, "llama", 9, 3, prompts(), timeout=110), expected)
 
 
-@pytest.mark.parametrize("kind", [slow("mistral"), "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", [slow("mistral"), slow("qwen2"), "qwen3"])
 def test_other_models_of_the_family(ranks, kind):
     expected = [ask(tiny(kind, 4, 2), *prompt) for prompt in prompts()]
     # On four ranks the two key heads are repeated.
@@ -224,6 +224,7 @@ def test_a_real_model(ranks, smollm2, world):
     check(ranks(world).run(_real, model, asked, 4, timeout=280), expected, close=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_command_streams(smollm2, monkeypatch, capfd):
     model, encode, _ = smollm2
