@@ -180,7 +180,7 @@ class SpmdFunction:
         watched = tuple(state.accesses.values())
         from iris.spmd.program import Compiler
 
-        variants = state.variants.setdefault(self._key(instance, bound, state, aliases=False), [])
+        variants = state.variants.setdefault(self._key(instance, bound, state), [])
         program = Compiler(fn, binder, bound, self._options, watched, variants, held).run()
         if program not in variants:
             variants.append(program)
@@ -320,12 +320,9 @@ def spmd(
             signature on a GPU, which the next call overwrites.
         name: how messages call the program; the function's name by default.
 
-    Raises (at a call): SpecError, TypeRuleError, TraceError, CollectiveMismatchError, PeerError,
-    TimeoutError.
+    A call raises one of `iris.errors`, the same on all ranks; see docs/errors.md.
 
-    >>> @iris.spmd(in_specs=P("tp", None), out_specs=P())           # doctest: +SKIP
-    ... def total(x):
-    ...     return iris.all_reduce(x.sum(0), "tp")
+    >>> total = iris.spmd(in_specs=P("tp"), out_specs=P())(add_up)          # doctest: +SKIP
     """
     if lowering is not None:
         check_lowering(lowering)

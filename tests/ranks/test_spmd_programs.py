@@ -535,3 +535,24 @@ def test_gathers_before_and_after_a_product(ranks, world, m):
     # bytedance/flux#44
     for algorithms in ranks(world).run(_gathers, "triton", m):
         assert algorithms == ["fused"] * 3
+
+
+def _aliases():
+    iris.iris(1 << 22)
+
+    @iris.spmd(in_specs=(P(), P()))
+    def f(x, y):
+        x.mul_(2)
+        return x + y
+
+    results = [f(torch.ones(4), torch.ones(4)).tolist()]
+    for _ in range(2):
+        base = torch.ones(8)
+        results.append(f(base[:4], base[2:6]).tolist())
+    return results
+
+
+def test_aliases_are_told_apart_on_several_ranks(ranks):
+    # pytorch/pytorch#139789
+    for results in ranks(2).run(_aliases):
+        assert results == [[3] * 4, [4, 4, 3, 3], [4, 4, 3, 3]]
