@@ -1,40 +1,71 @@
-"""``python -m iris.bench stages --ranks 4``: measure the fused stages beside their peers."""
+"""Measure iris beside its peers, in the same processes and the same run.
+
+python -m iris.bench stages barrier --ranks 4 --models 8B --rows 64 2048
+"""
 
 import argparse
-import os
+import importlib
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import iris
 from iris.bench.mps import private_daemon, share_of
-from iris.bench.stages import HEAP, MODELS, STAGES
 
-TORCH_ENV = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+# What is measured, by the module that does it: ``measure(args)`` runs on every rank and yields
+# the same rows there.
+COMMANDS = {
+    "stages": "fused stages beside cuBLAS and torch",
+    "barrier": "the device barrier beside torch's",
+    "gemm": "the GEMM loop of the stages beside cuBLAS",
+}
+MODELS = ("8B", "70B", "32B")
+STAGES = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+HEAP = 4 << 30
+ENV = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
-def _worker(
-    stages: Sequence[str], models: Sequence[str], rows: Sequence[int]
-) -> tuple[list[Any], dict[str, Any]]:
-    """One rank: all rows, and the conditions they were measured under."""
-    from iris.bench.report import conditions
-    from iris.bench.stages import measure
+def _worker(args: Namespace) -> tuple[list[Any], dict[str, Any], Path]:
+    """One rank: all rows, the conditions they were measured under, and where they are saved.
+
+    The first rank shows and saves each as it comes, so that a run that is cut short is not lost.
+    """
+    from rich.console import Console
+
+    from iris.bench.report import conditions, save
 
     ctx = iris.iris(HEAP)
-    percent = int(os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100"))
-    return list(measure(stages, models, rows)), conditions(ctx.num_ranks, percent)
+    about = conditions(ctx.num_ranks, share_of(ctx.num_ranks) if args.shared else 100)
+    gpu = about["gpu"].replace(" ", "-")
+    name = f"{about['date'][:10]}-{'-'.join(args.commands)}-{gpu}-W{ctx.num_ranks}.json"
+    path = args.results.resolve() / name
+    console = Console(stderr=True)
+    rows: list[Any] = []
+    for command in args.commands:
+        for row in importlib.import_module(f"iris.bench.{command}").measure(args):
+            rows.append(row)
+            if ctx.cur_rank == 0:
+                mark = "" if row.right else "  wrong"
+                console.print(f"{row.table} {row.point} {row.name}: {row.time.median:.1f}{mark}")
+                save(rows, about, path)
+    return rows, about, path
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m iris.bench", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    stages = commands.add_parser("stages", help="fused stages beside cuBLAS and torch")
-    stages.add_argument("--ranks", type=int, default=4)
-    stages.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
-    stages.add_argument("--models", nargs="+", choices=MODELS, default=["8B", "70B"])
-    stages.add_argument("--rows", nargs="+", type=int, default=[64, 512, 2048, 4096])
-    stages.add_argument("--timeout", type=float, default=600)
-    stages.add_argument("--results", type=Path, default=Path("benchmarks/results"))
+def _arguments(argv: Sequence[str] | None) -> Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m iris.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(f"{name}: {what}" for name, what in COMMANDS.items()),
+    )
+    parser.add_argument("commands", nargs="+", choices=COMMANDS)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["8B", "70B"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 64, 512, 2048, 4096])
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for all of it")
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
     return parser.parse_args(argv)
 
 
@@ -44,21 +75,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     import torch
     from rich.console import Console
 
-    from iris.bench.report import save, show
+    from iris.bench.report import plot, show
 
     console = Console()
-    shared = args.ranks > torch.cuda.device_count()
-    env = dict(TORCH_ENV)
-    if shared:
+    args.shared = args.ranks > torch.cuda.device_count()
+    env = dict(ENV)
+    if args.shared:
         env["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(share_of(args.ranks))
         console.print(f"{args.ranks} ranks share a GPU: {share_of(args.ranks)}% of it each (MPS)")
-    with private_daemon(shared) as mps:
-        work = (args.stages, args.models, args.rows)
-        results = iris.launch(_worker, args.ranks, *work, timeout=args.timeout, env=env | mps)
-    rows, about = results[0]
+    with private_daemon(args.shared) as mps:
+        results = iris.launch(_worker, args.ranks, args, timeout=args.timeout, env=env | mps)
+    rows, about, path = results[0]
     show(rows, console)
-    console.print(f"saved {save(rows, about, args.results)}")
+    plot(rows, about, path.with_suffix(".png"))
+    console.print(f"saved {path}")
 
 
 if __name__ == "__main__":

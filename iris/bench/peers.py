@@ -1,6 +1,6 @@
-"""What stages are measured against: cuBLAS alone, cuBLAS and copies, torch's fused operators."""
+"""What stages are measured against: cuBLAS alone, cuBLAS and copies, torch's own operators."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,8 +8,11 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm
 from torch import Tensor
 
-Call = Callable[[], Tensor]
+from iris.bench.timing import Call
+from iris.lower.kernels.host import rows_of, shard_rows
+
 OPS: Any = torch.ops.symm_mem
+Copies = Sequence[Sequence[Tensor]]
 
 
 def group_name() -> str:
@@ -37,73 +40,98 @@ def all_gathered(x: Tensor) -> Tensor:
     return stacked
 
 
-def gather_peers(x: Tensor, w: Tensor) -> dict[str, Call]:
-    """Contestants for ``all_gather(x) @ w``."""
-    world, rows = dist.get_world_size(), x.shape[0]
-    shared, handle = symmetric(*x.shape, dtype=x.dtype)
-    parts = [handle.get_buffer(r, x.shape, x.dtype) for r in range(world)]
-    ready = all_gathered(x).flatten(0, 1)
-    gathered = torch.empty_like(ready)
-    out = torch.empty(world * rows, w.shape[1], device="cuda", dtype=x.dtype)
+def gather_peers(copies: Copies, ready: Copies) -> dict[str, Call]:
+    """Contestants for ``all_gather(x) @ w``; ``copies`` are (x, w), ``ready`` (gathered x, w)."""
+    world, (full, w) = dist.get_world_size(), ready[0]
+    shard = shard_rows(full.shape[0], world)
+    sizes = [rows_of(full.shape[0], world, r) for r in range(world)]
+    shared, handle = symmetric(shard, full.shape[1], dtype=full.dtype)
+    parts = [
+        handle.get_buffer(r, (size, full.shape[1]), full.dtype) for r, size in enumerate(sizes)
+    ]
+    gathered = torch.empty_like(full)
+    slices = gathered.split(sizes)
+    out = torch.empty(full.shape[0], w.shape[1], device="cuda", dtype=full.dtype)
 
-    def unfused() -> Tensor:
-        shared.copy_(x)
+    def gemm(i: int) -> Tensor:
+        x, w = ready[i % len(ready)]
+        return torch.matmul(x, w, out=out)
+
+    def unfused(i: int) -> Tensor:
+        x, w = copies[i % len(copies)]
+        shared[: x.shape[0]].copy_(x)
         handle.barrier()
-        for r, part in enumerate(parts):
-            gathered[r * rows : (r + 1) * rows].copy_(part)
+        for part, there in zip(slices, parts, strict=True):
+            part.copy_(there)
         handle.barrier(channel=1)
         return torch.matmul(gathered, w, out=out)
 
-    def fused() -> Tensor:
+    def fused(i: int) -> Tensor:
+        x, w = copies[i % len(copies)]
         products: list[Tensor] = OPS.fused_all_gather_matmul(x, [w], 0, group_name())[1]
         return products[0]
 
-    return {"gemm": lambda: torch.matmul(ready, w, out=out), "unfused": unfused, "torch": fused}
+    def low_contention(i: int) -> Tensor:
+        x, w = copies[i % len(copies)]
+        return torch.matmul(OPS._low_contention_all_gather(x, group_name()), w, out=out)
+
+    even: dict[str, Call] = {"torch fused": fused, "low contention": low_contention}
+    return {"gemm": gemm, "unfused": unfused} | (even if len(set(sizes)) == 1 else {})
 
 
-def scatter_peers(x: Tensor, w: Tensor) -> dict[str, Call]:
-    """Contestants for ``reduce_scatter(x @ w)``."""
-    world, rank = dist.get_world_size(), dist.get_rank()
+def scatter_peers(copies: Copies) -> dict[str, Call]:
+    """Contestants for ``reduce_scatter(x @ w)``; ``copies`` are (x, w)."""
+    world, rank, (x, w) = dist.get_world_size(), dist.get_rank(), copies[0]
     M, N = x.shape[0], w.shape[1]
-    m = M // world
+    m = rows_of(M, world, rank)
     shared, handle = symmetric(M, N, dtype=x.dtype)
-    start = rank * m * N
-    parts = [handle.get_buffer(r, (m, N), x.dtype, start) for r in range(world)]
+    first = rank * shard_rows(M, world) * N if m else 0
+    parts = [handle.get_buffer(r, (m, N), x.dtype, first) for r in range(world)]
     out = torch.empty(m, N, device="cuda", dtype=x.dtype)
     plain = torch.empty(M, N, device="cuda", dtype=x.dtype)
 
-    def unfused() -> Tensor:
-        torch.matmul(x, w, out=shared)
+    def gemm(i: int) -> Tensor:
+        return torch.matmul(*copies[i % len(copies)], out=plain)
+
+    def unfused(i: int) -> Tensor:
+        torch.matmul(*copies[i % len(copies)], out=shared)
         handle.barrier()
         out.copy_(torch.stack(parts).sum(0, dtype=torch.float32))
         handle.barrier(channel=1)
         return out
 
-    def fused() -> Tensor:
+    def fused(i: int) -> Tensor:
+        x, w = copies[i % len(copies)]
         result: Tensor = OPS.fused_matmul_reduce_scatter(x, w, "sum", 0, group_name())
         return result
 
-    return {"gemm": lambda: torch.matmul(x, w, out=plain), "unfused": unfused, "torch": fused}
+    def low_contention(i: int) -> Tensor:
+        torch.matmul(*copies[i % len(copies)], out=shared)
+        result: Tensor = OPS._low_contention_reduce_scatter(shared, "sum", group_name())
+        return result
+
+    even: dict[str, Call] = {"torch fused": fused, "low contention": low_contention}
+    return {"gemm": gemm, "unfused": unfused} | (even if M % world == 0 else {})
 
 
-def reduce_peers(x: Tensor, w: Tensor) -> dict[str, Call]:
-    """Contestants for ``all_reduce(x @ w)``."""
+def reduce_peers(copies: Copies) -> dict[str, Call]:
+    """Contestants for ``all_reduce(x @ w)``; ``copies`` are (x, w)."""
+    x, w = copies[0]
     M, N = x.shape[0], w.shape[1]
     shared, _ = symmetric(M, N, dtype=x.dtype)
     plain = torch.empty(M, N, device="cuda", dtype=x.dtype)
 
-    def one_shot() -> Tensor:
-        torch.matmul(x, w, out=shared)
+    def gemm(i: int) -> Tensor:
+        return torch.matmul(*copies[i % len(copies)], out=plain)
+
+    def one_shot(i: int) -> Tensor:
+        torch.matmul(*copies[i % len(copies)], out=shared)
         total: Tensor = OPS.one_shot_all_reduce(shared.view(-1), "sum", group_name())
         return total.view(M, N)
 
-    def two_shot() -> Tensor:
-        torch.matmul(x, w, out=shared)
+    def two_shot(i: int) -> Tensor:
+        torch.matmul(*copies[i % len(copies)], out=shared)
         total: Tensor = OPS.two_shot_all_reduce_(shared.view(-1), "sum", group_name())
         return total.view(M, N)
 
-    return {
-        "gemm": lambda: torch.matmul(x, w, out=plain),
-        "one-shot": one_shot,
-        "two-shot": two_shot,
-    }
+    return {"gemm": gemm, "torch one-shot": one_shot, "torch two-shot": two_shot}

@@ -1,10 +1,11 @@
-"""Tables and files of measurements."""
+"""Tables, files and plots of measurements."""
 
 import datetime
 import json
 import math
 import platform
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -15,7 +16,10 @@ import triton
 from rich.console import Console
 from rich.table import Table
 
-from iris.bench.stages import Row
+from iris.bench.timing import Row, Time
+
+# Not peers: what none can be faster than.
+FLOORS = ("gemm", "empty kernel", "copy", "bare replay")
 
 
 def conditions(ranks: int, percent: int) -> dict[str, Any]:
@@ -25,6 +29,7 @@ def conditions(ranks: int, percent: int) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "gpu": gpu.name,
         "multiprocessors": gpu.multi_processor_count,
+        "clock_mhz": _clock(),
         "ranks": ranks,
         "gpus": torch.cuda.device_count(),
         "percent_of_a_gpu_each": percent,
@@ -35,46 +40,60 @@ def conditions(ranks: int, percent: int) -> dict[str, Any]:
     }
 
 
-def points(rows: Sequence[Row]) -> list[tuple[tuple[Any, ...], dict[str, Row]]]:
-    """Rows by point (stage, model, M, K, N), and there by contestant."""
+def _clock() -> int | None:
+    """The multiprocessors' clock just now; torch reads it with nvidia-ml-py."""
+    try:
+        return torch.cuda.clock_rate()
+    except (ImportError, RuntimeError):
+        return None
 
-    def key(row: Row) -> tuple[Any, ...]:
-        return (row.stage, row.model, row.M, row.K, row.N)
 
-    return [(point, {row.name: row for row in group}) for point, group in groupby(rows, key)]
+def is_ours(name: str) -> bool:
+    """Whether a contestant is this library."""
+    return name.startswith("iris")
 
 
-def verdict(point: dict[str, Row]) -> tuple[float, float, float]:
-    """Time of our best form, its ratio to the floor, and the best peer's time over it."""
-    ours = min(r.time.median for n, r in point.items() if n.startswith("iris") and r.right)
-    others = [
-        r.time.median
-        for n, r in point.items()
-        if not n.startswith("iris") and n != "gemm" and r.right
-    ]
-    return ours, ours / point["gemm"].time.median, min(others, default=math.nan) / ours
+def points(rows: Iterable[Row]) -> list[tuple[str, dict[str, Any], dict[str, Row]]]:
+    """Rows by table and point, and there by contestant."""
+    groups = groupby(rows, lambda row: (row.table, row.point))
+    return [(table, point, {row.name: row for row in group}) for (table, point), group in groups]
+
+
+def _fastest(point: dict[str, Row], ours: bool) -> float:
+    times = (
+        row.time.median
+        for name, row in point.items()
+        if row.right and is_ours(name) == ours and name not in FLOORS
+    )
+    return min(times, default=math.nan)
+
+
+def ratios(point: dict[str, Row]) -> tuple[float, float]:
+    """Our best time over the floor's, and the best peer's over ours; nan where there is none."""
+    ours = _fastest(point, True)
+    floor = min((point[name].time.median for name in FLOORS if name in point), default=math.nan)
+    return ours / floor, _fastest(point, False) / ours
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
-    """Print one table a stage; ``x`` marks results that were wrong, in brackets 10% .. 90%."""
-    by_stage = groupby(points(rows), lambda item: item[0][0])
-    for stage, items in by_stage:
+    """Print one table each; ``x`` marks results that were wrong, in brackets 10% .. 90%."""
+    for title, items in groupby(points(rows), lambda item: item[0]):
         found = list(items)
-        names = list(dict.fromkeys(name for _, point in found for name in sorted(point)))
-        table = Table(title=f"{stage}, µs a call")
-        for title in ("model", "M, K, N a rank", *names, "iris / gemm", "best peer / iris"):
-            table.add_column(title, justify="right")
-        for (_, model, *size), point in found:
-            _, floor, gain = verdict(point)
+        names = list(dict.fromkeys(name for _, _, point in found for name in sorted(point)))
+        table = Table(title=f"{title}, µs")
+        keys = list(found[0][1])
+        for head in (*keys, *names, "iris / floor", "best peer / iris"):
+            table.add_column(head, justify="right")
+        for _, key, point in found:
             cells = [_cell(point[name]) if name in point else "" for name in names]
-            table.add_row(model, str(size)[1:-1], *cells, f"{floor:.3f}", f"{gain:.3f}")
+            figures = (f"{value:.3f}" for value in ratios(point))
+            table.add_row(*(str(key[k]) for k in keys), *cells, *figures)
         console.print(table)
-    gains = [verdict(point)[2] for _, point in points(rows)]
-    known = [gain for gain in gains if not math.isnan(gain)]
-    if known:
-        mean = math.exp(sum(map(math.log, known)) / len(known))
-        worst = min(known)
-        console.print(f"best peer / iris: geometric mean {mean:.3f}, worst {worst:.3f}")
+        gains = [ratios(point)[1] for _, _, point in found]
+        known = [gain for gain in gains if not math.isnan(gain)]
+        if known:
+            mean, worst = statistics.geometric_mean(known), min(known)
+            console.print(f"best peer / iris: geometric mean {mean:.3f}, worst {worst:.3f}\n")
 
 
 def _cell(row: Row) -> str:
@@ -82,10 +101,46 @@ def _cell(row: Row) -> str:
     return f"{row.time.median:.1f}{mark} [{row.time.low:.0f} {row.time.high:.0f}]"
 
 
-def save(rows: Sequence[Row], about: dict[str, Any], folder: Path) -> Path:
-    """Write the figures as JSON; the name says date, GPU and ranks."""
-    folder.mkdir(parents=True, exist_ok=True)
-    gpu = about["gpu"].replace(" ", "-")
-    path = folder / f"{about['date'][:10]}-stages-{gpu}-W{about['ranks']}.json"
+def save(rows: Sequence[Row], about: dict[str, Any], path: Path) -> None:
+    """Write the figures as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"about": about, "rows": [asdict(row) for row in rows]}, indent=1))
-    return path
+
+
+def load(path: Path) -> tuple[list[Row], dict[str, Any]]:
+    """What ``save`` wrote."""
+    found = json.loads(path.read_text())
+    rows = [Row(**row | {"time": Time(**row["time"])}) for row in found["rows"]]
+    return rows, found["about"]
+
+
+def plot(rows: Sequence[Row], about: dict[str, Any], path: Path) -> None:
+    """Draw time against M, one panel a table and model, as PNG."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    with_rows = [item for item in points(rows) if "M" in item[1]]
+    panels: dict[str, list[tuple[int, dict[str, Row]]]] = {}
+    for table, point, contestants in with_rows:
+        panels.setdefault(f"{table} {point.get('model', '')}", []).append((point["M"], contestants))
+    if not panels:
+        return
+    across = min(3, len(panels))
+    down = -(-len(panels) // across)
+    figure, axes = plt.subplots(down, across, figsize=(5 * across, 4 * down), squeeze=False)
+    for axis, (title, found) in zip(axes.flat, panels.items(), strict=False):
+        for name in dict.fromkeys(name for _, point in found for name in sorted(point)):
+            times = sorted((M, p[name].time.median) for M, p in found if name in p)
+            style = "k--" if name in FLOORS else "o-"
+            axis.loglog(*zip(*times, strict=True), style, label=name, lw=2 if is_ours(name) else 1)
+        axis.set(title=title, xlabel="rows M", ylabel="µs a call")
+        axis.legend(fontsize=8)
+        axis.grid(alpha=0.3)
+    figure.suptitle(
+        f"{about['ranks']} ranks on {about['gpus']} {about['gpu']}, {about['date'][:10]}"
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

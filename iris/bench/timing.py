@@ -1,15 +1,21 @@
 """Times of work captured in CUDA graphs, the slowest rank counted."""
 
+import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 SPAN = 5e3  # microseconds that the calls in one graph last, about
 MOST_CALLS = 200
 REPLAYS = 15
+
+# A contestant: call i works on copy i, modulo their number, of its operands.
+Call = Callable[[int], Any]
 
 
 @dataclass(frozen=True)
@@ -21,25 +27,42 @@ class Time:
     high: float
 
 
-def capture(call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
+@dataclass(frozen=True)
+class Row:
+    """One contestant at one point of one table; ``right`` says whether its result was."""
+
+    table: str
+    point: dict[str, Any]
+    name: str
+    time: Time
+    right: bool = True
+
+
+def rotated(*operands: Tensor) -> list[Sequence[Tensor]]:
+    """So many copies of the operands that in turns they do not stay in the L2 cache."""
+    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    nbytes = max(1, sum(x.nbytes for x in operands))
+    copies = max(1, min(16, math.ceil(2 * cache / nbytes)))
+    return [operands, *([x.clone() for x in operands] for _ in range(copies - 1))]
+
+
+def capture(call: Call, calls: int) -> torch.cuda.CUDAGraph:
     """``calls`` calls in one graph, after two outside it. Collective."""
-    for _ in range(2):
-        call()
+    for i in range(2):
+        call(i)
     torch.cuda.synchronize()
     dist.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-        for _ in range(calls):
-            call()
+        for i in range(calls):
+            call(i)
     dist.barrier()
     graph.replay()
     torch.cuda.synchronize()
     return graph
 
 
-def time_graphs(
-    contestants: Mapping[str, Callable[[], object]], align: Callable[[], object]
-) -> dict[str, Time]:
+def time_graphs(contestants: Mapping[str, Call], align: Callable[[], object]) -> dict[str, Time]:
     """Time contestants in turns, so that all meet the same clocks and neighbours. Collective.
 
     ``align`` enqueues a barrier of the ranks on the device before each replay, so that it is not
@@ -55,7 +78,7 @@ def time_graphs(
     for _ in range(REPLAYS):
         for name, (graph, calls) in graphs.items():
             times[name].append(_replay(graph, align) / calls)
-    return {name: _agreed(values) for name, values in times.items()}
+    return {name: agreed(values) for name, values in times.items()}
 
 
 def _replay(graph: torch.cuda.CUDAGraph, align: Callable[[], object]) -> float:
@@ -70,8 +93,8 @@ def _replay(graph: torch.cuda.CUDAGraph, align: Callable[[], object]) -> float:
     return float(start.elapsed_time(stop)) * 1e3
 
 
-def _agreed(values: list[float]) -> Time:
-    """The figures of the rank with the largest median."""
+def agreed(values: list[float]) -> Time:
+    """The figures of the rank with the largest median. Collective."""
     deciles = statistics.quantiles(values, n=10)
     mine = Time(statistics.median(values), deciles[0], deciles[-1])
     every = [mine] * dist.get_world_size()

@@ -1,0 +1,35 @@
+"""Kernels that only benchmarks run."""
+
+import triton
+import triton.language as tl
+
+from iris.device.target import device_function
+from iris.lower.kernels.gemm import finish_piece, nothing, run_segments
+from iris.lower.kernels.protocol import enter, leave, team
+
+
+@triton.jit
+def nothing_kernel():
+    """Do nothing."""
+
+
+@device_function
+def _emit(env, tiles, row, column, epilogue, T: tl.constexpr):
+    M, N, out = env
+    finish_piece(tiles, row, column, out, M, N, epilogue, (), T)
+
+
+@triton.jit
+def gemm_kernel(
+    a, a_row, a_k, b, b_row, b_k, out, out_row, out_column, state, M, N, K,
+    heads, table, scratch, counts, epilogue: tl.constexpr,
+    T: tl.constexpr,
+):  # fmt: skip
+    """``out = a @ b.T``."""
+    epoch, number = enter(state)
+    left = (a, M, a_row, a_k, 0)
+    right = (b, N, b_row, b_k)
+    plan = (heads, table, scratch, counts, epoch, team(state))
+    env = (M, N, (out, out_row, out_column))
+    run_segments(left, right, right, K, plan, number, nothing, _emit, nothing, env, epilogue, T)
+    leave(state, epoch)
