@@ -32,6 +32,7 @@ class TraceContext:
     uneven: bool = False
     calls: list[Any] = field(default_factory=list)  # nested functions traced so far, by number
     signatures: dict[object, Any] = field(default_factory=dict)
+    recorder: Any = None  # of what runs
     type_of: Callable[[Tensor], TensorType] | None = (
         None  # of a traced tensor, where shards are uneven
     )

@@ -104,22 +104,18 @@ def _trace(
     fn: Callable[..., Any], binder: Binder, bound: Bound, context: TraceContext
 ) -> InlineCall | None:
     """Trace ``fn`` apart from the outer trace; None where a call cannot stand for it."""
-    metadata = [(t.shape, t.stride(), t.dtype, t.device) for t in bound.tensors]
 
     def rebuild(inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return binder.rebuild(bound.values, inputs)
 
     with temporarily_clear_interpreter_stack(), _disable_current_modes(), _no_types(context):
-        tensors = [
-            torch.empty_strided(shape, stride, dtype=dtype, device="meta").to(device="meta")
-            for shape, stride, dtype, _ in metadata
-        ]
+        outer = context.recorder
         try:
-            traced = trace(
-                fn, rebuild, tensors, context, (), devices=[device for *_, device in metadata]
-            )
+            traced = trace(fn, rebuild, bound.tensors, context, ())
         except _NeedsTypesError:
             return None
+        finally:
+            context.recorder = outer
     writes = any(
         node.op == "call_function" and node.target is torch.ops.aten.copy_.default
         for node in traced.module.graph.nodes

@@ -39,7 +39,7 @@ from iris.spmd.importing import Importer
 from iris.spmd.mesh import ProgramMesh
 from iris.spmd.options import Options
 from iris.spmd.specs import Leaf, axes_in, match, offences
-from iris.spmd.tracing import Output, Traced, trace, tracer_node
+from iris.spmd.tracing import Output, Traced, trace
 
 
 @dataclass(eq=False)
@@ -290,14 +290,15 @@ class Compiler:
         probe: list[tuple[Importer, list[Value]]] = []
 
         def type_of(x: Tensor) -> TensorType:
-            tracer, node = tracer_node(x)
+            recorder = context.recorder
             if not probe:
                 assert context.mesh is not None
                 inputs = self._inputs(leaves, types, context.mesh, bases)
                 probe.append((self._importer(context, context.mesh), inputs))
             importer, inputs = probe[0]
-            importer.advance(tracer.root, tracer.graph, inputs)
-            return importer.type_of(node)
+            importer.advance(recorder.module, recorder.graph, inputs)
+            inner = torch._C._functorch._unwrap_functional_tensor(x, True)
+            return importer.type_of(recorder.node_of(inner))
 
         return type_of
 

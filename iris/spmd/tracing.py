@@ -1,12 +1,9 @@
-"""Running a user's function on fake tensors: make_fx, functionalised, with the user's line on
-every node.
+"""Running a user's function on fake tensors, functionalised: every ATen call becomes a node of an
+FX graph, with the user's line.
 """
 
 import linecache
 import os
-import re
-import sys
-import sysconfig
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,22 +19,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.overrides import TorchFunctionMode
 
 from iris.errors import IrisError, TraceError
 from iris.spmd.context import TraceContext, trace_scope
 from iris.spmd.guards import Access
-
-_LIBRARY_DIRS = (
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
-    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
-    sysconfig.get_paths()["stdlib"] + os.sep + "contextlib",
-    "<string>",
-    "<eval_with_key>",
-    "<frozen ",
-)
-_USERS_OWN = re.compile(r"iris[\\/](demo|hf)[\\/]")  # written as a user would
+from iris.spmd.recording import Recorder, fake, is_users
 
 
 @dataclass(frozen=True)
@@ -53,10 +40,10 @@ class Output:
 @dataclass(frozen=True)
 class Traced:
     """What tracing found: an FX graph whose placeholders are the tensor leaves, and how the result
-    is put together.
+    is put together. ``module`` has the ``graph``, and the tensors that its ``get_attr`` name.
     """
 
-    module: torch.fx.GraphModule
+    module: Any
     outputs: tuple[Output, ...]
     out_tree: pytree.TreeSpec
 
@@ -97,37 +84,26 @@ def is_traced(value: object) -> bool:
     )
 
 
-def tracer_node(x: Tensor) -> tuple[Any, Any]:
-    """The tracer in progress, and the FX node that stands for traced tensor ``x`` in it."""
-    tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
-    inner = torch._C._functorch._unwrap_functional_tensor(x, True)
-    return tracer, get_proxy_slot(inner, tracer).proxy.node
-
-
 def trace(
     fn: Callable[..., Any],
     rebuild: Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]],
     tensors: Sequence[Tensor],
     context: TraceContext,
     watched: Sequence[Access],
-    devices: Sequence[torch.device] | None = None,
 ) -> Traced:
-    """Run ``fn`` once on fake copies of ``tensors`` (on ``devices``, where the tensors themselves
-    are meta tensors).
+    """Run ``fn`` once on fake copies of ``tensors``, which may be traced ones of an outer trace.
 
     ``rebuild`` puts tensors back into the arguments. ``watched`` are the places outside that the
     function may touch; a traced tensor left in one is an error, and the old value is put back.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes: list[Tensor]
-    if devices is None:
-        fakes = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in tensors]
-    else:
-        fakes = [FakeTensor(mode, t, d) for t, d in zip(tensors, devices, strict=True)]
+    fakes = [fake(mode, tensor) for tensor in tensors]
+    recorder = Recorder(mode, fakes[0].device.type if fakes else "cpu")
+    for tensor in fakes:
+        recorder.add_input(tensor)
     found: list[tuple[tuple[Output, ...], pytree.TreeSpec]] = []
 
     def program(*inputs: Tensor) -> list[Tensor]:
-        _locate(get_proxy_mode())
         args, kwargs = rebuild(inputs)
         with _Escapes():
             result = fn(*args, **kwargs)
@@ -137,6 +113,7 @@ def trace(
         found.append((outputs, tree))
         return values
 
+    context.recorder = recorder
     functional = torch.func.functionalize(program, remove="mutations")
     devices_in_use = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with (
@@ -145,10 +122,12 @@ def trace(
         torch.random.fork_rng(devices_in_use),  # tracing draws no numbers that the user would miss
         _watch(watched, context.name),
         _explain(context.name),
+        mode,
+        recorder,
     ):
-        module = make_fx(functional, tracing_mode="real")(*fakes)
+        recorder.finish(functional(*fakes))
     outputs, tree = found[-1]
-    return Traced(module, outputs, tree)
+    return Traced(recorder.module, outputs, tree)
 
 
 def _classify(leaf: Any, inputs: Sequence[Tensor], values: list[Tensor]) -> Output:
@@ -163,40 +142,13 @@ def _classify(leaf: Any, inputs: Sequence[Tensor], values: list[Tensor]) -> Outp
     return Output("value", len(values) - 1)
 
 
-def _locate(mode: Any) -> None:
-    """Make the tracer note the user's line on each node it creates (cheaper than whole stack
-    traces).
-    """
-    tracer = mode.tracer
-    create = tracer.create_node
-
-    def create_located(*args: Any, **kwargs: Any) -> Any:
-        node = create(*args, **kwargs)
-        node.meta["loc"] = user_line(sys._getframe(1))
-        return node
-
-    tracer.create_node = create_located
-
-
-def user_line(frame: types.FrameType | None) -> str:
-    """``model.py:41``: the innermost frame that is neither torch's nor ours; empty when there is
-    none.
-    """
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith(_LIBRARY_DIRS) or _USERS_OWN.search(path):
-            return f"{os.path.basename(path)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
 def _error_line(error: BaseException) -> str:
     """`` at model.py:41: <source>`` of the innermost user frame of a traceback."""
     line = ""
     step = error.__traceback__
     while step is not None:
         path = step.tb_frame.f_code.co_filename
-        if not path.startswith(_LIBRARY_DIRS) or _USERS_OWN.search(path):
+        if is_users(path):
             source = linecache.getline(path, step.tb_lineno).strip()
             line = f"\n  at {os.path.basename(path)}:{step.tb_lineno}: {source}"
         step = step.tb_next
