@@ -17,6 +17,7 @@ from iris.lower.epilogue import Epilogue, of_match
 from iris.lower.kernels.all_gather_matmul import AllGatherMatmul
 from iris.lower.kernels.config import default_config
 from iris.lower.kernels.gemm import identity
+from iris.lower.kernels.host import Turns
 from iris.lower.kernels.matmul_all_gather import MatmulAllGather
 from iris.lower.kernels.matmul_all_reduce import MatmulAllReduce
 from iris.lower.kernels.matmul_reduce_scatter import MatmulReduceScatter
@@ -52,11 +53,11 @@ class Values:
 class FusedCall:
     """Calls a kernel stage on ``(x, *weights, *operands)`` and returns its results.
 
-    With ``dry`` set, kernels are loaded and nothing is computed or waited for.
+    With ``dry`` set, kernels are loaded or compiled, and nothing is computed or waited for.
     """
 
     def __init__(self, match: Match, ctx: Iris, group: Group, values: Values) -> None:
-        self.dry = 0
+        self.dry: int | Turns = 0
         self.device = ctx.device
         self.weights = len(match.products)
         self.gathers = bool(match.gathered)
@@ -119,7 +120,7 @@ class Site:
     values: Values
 
 
-Launch = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor], tuple[Any, ...], int], None]
+Launch = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor], tuple[Any, ...], int | Turns], None]
 
 
 def _launch_gather(call: FusedCall, match: Match, site: Site) -> tuple[Launch, int]:
@@ -141,7 +142,7 @@ def _launch_gather(call: FusedCall, match: Match, site: Site) -> tuple[Launch, i
         config=config,
     )
 
-    def launch(x: Tensor, weights: Any, outs: Any, args: Any, dry: int) -> None:
+    def launch(x: Tensor, weights: Any, outs: Any, args: Any, dry: Any) -> None:
         flat = x.reshape(rows(x.shape), x.shape[-1])
         out, gathered = (outs[:-1], outs[-1]) if call.gathers else (outs, None)
         stage(flat, weights, out=out, args=args, gathered=gathered, dry=dry)
@@ -169,7 +170,7 @@ def _launch_then(call: FusedCall, match: Match, site: Site) -> tuple[Launch, int
         epilogue=call.function,
     )
 
-    def launch(x: Tensor, weights: Any, outs: Any, args: Any, dry: int) -> None:
+    def launch(x: Tensor, weights: Any, outs: Any, args: Any, dry: Any) -> None:
         left, right, out = (weights[0].T, x.T, outs[0].T) if columns else (x, weights[0], outs[0])
         stage(left, right, out=out, args=args, dry=dry)
 
@@ -192,7 +193,7 @@ def _launch_reduce(call: FusedCall, match: Match, site: Site) -> tuple[Launch, i
         site.ctx, site.group, M=m, N=n, K=k, dtype=dtype, after=call.function
     )
 
-    def launch(x: Tensor, weights: Any, outs: Any, args: Any, dry: int) -> None:
+    def launch(x: Tensor, weights: Any, outs: Any, args: Any, dry: Any) -> None:
         stage(x, weights[0], out=outs[0], args=args, dry=dry)
 
     return launch, stage.workspace.block.nbytes

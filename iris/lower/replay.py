@@ -2,10 +2,10 @@
 
 NOTE [First calls]
 Loading a kernel or allocating memory can block behind a kernel that waits for a peer, under MPS
-even a peer's kernel. So the first call of a program on a GPU runs it *dry* first (kernels are
-loaded, memory is allocated, nothing waits), and ranks meet on the host before any of them runs it;
-the second call captures it, and ranks meet again; every later call is one graph launch and no
-meeting.
+even a peer's kernel. So the first call of a program on a GPU runs it *dry* first, twice: ranks
+share out the compiling of its kernels, then each loads all of them (memory is allocated, nothing
+waits). They meet on the host after either. The second call captures the program, and ranks meet
+again; every later call is one graph launch and no meeting.
 """
 
 import zlib
@@ -62,14 +62,17 @@ class Runner:
         """See NOTE [First calls]."""
         if not self.executable.fused:
             return
-        with torch.random.fork_rng([self.ctx.device]):
-            for call in self.executable.fused:
-                call.dry = 1
-            self.executable.run(*inputs)
-            for call in self.executable.fused:
-                call.dry = 0
-        torch.cuda.synchronize(self.ctx.device)
-        self._meet("loaded")
+        from iris.lower.kernels.host import Turns  # brings in triton
+
+        for dry, step in ((Turns(self.group), "compiled"), (1, "loaded")):
+            with torch.random.fork_rng([self.ctx.device]):
+                for call in self.executable.fused:
+                    call.dry = dry
+                self.executable.run(*inputs)
+            torch.cuda.synchronize(self.ctx.device)
+            self._meet(step)
+        for call in self.executable.fused:
+            call.dry = 0
 
     def _capture(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
         moved = {i for i, x in enumerate(inputs) if x.data_ptr() != self._addresses[i]}

@@ -3,6 +3,8 @@
 Operands are small integers, so every result is exact.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from iris.lower.kernels import collectives
 from iris.lower.kernels.all_gather_matmul import AllGatherMatmul
 from iris.lower.kernels.all_reduce_norm import AllReduceNorm
 from iris.lower.kernels.config import GemmConfig
-from iris.lower.kernels.host import rows_of, shard_rows
+from iris.lower.kernels.host import Turns, rows_of, shard_rows
 from iris.lower.kernels.matmul_all_gather import MatmulAllGather
 from iris.lower.kernels.matmul_all_reduce import MatmulAllReduce
 from iris.lower.kernels.matmul_reduce_scatter import MatmulReduceScatter
@@ -28,9 +30,20 @@ KINDS = {
     "reduce": MatmulAllReduce,
     "product": MatmulAllGather,
 }
-# (M, N, K): whole tiles with left-over ones that are cut, odd sizes that need pointers, few rows.
-SHAPES = [(512, 1536, 1024), (1000, 520, 264), (37, 129, 75), (8, 2048, 2048), (3, 64, 512)]
+# (M, N, K, layout, config): whole tiles with left-over ones that are cut, odd sizes that need
+# pointers, few rows. Each is a kernel to compile, so most are run on one world only.
 WIDE = GemmConfig(stages=3, pieces=2)
+EVERYWHERE = [
+    (1000, 520, 264, "linear", None),
+    (37, 129, 75, "plain", None),
+    (3, 64, 512, "linear", None),
+]
+ON_FOUR = [
+    (512, 1536, 1024, "linear", None),
+    (512, 1536, 1024, "plain", WIDE),
+    (8, 2048, 2048, "plain", None),
+    (1, 2048, 2048, "linear", None),
+]
 
 
 def integers(seed, *shape, dtype=torch.bfloat16):
@@ -94,12 +107,16 @@ class Case:
         assert bool((self.around[[0, -1]] == 7).all())
 
 
-def stage_case(kind, M, N, K, layout, config, options):
-    ctx = iris.iris(1 << 28)
-    case = Case(ctx, kind, M, N, K, layout, config, **options)
-    case.fill(0)
-    case.launch(dry=1)
-    ctx.barrier()
+def load(ctx, launches):
+    """Compile all kernels, shared out among ranks, and load them, before any rank waits in one."""
+    for dry in (Turns(ctx.world), 1):
+        for launch in launches:
+            launch(dry=dry)
+        torch.cuda.synchronize()
+        ctx.barrier()
+
+
+def run_case(ctx, case):
     for step in range(3):
         want = case.fill(step)
         case.launch()
@@ -118,15 +135,22 @@ def stage_case(kind, M, N, K, layout, config, options):
     ctx.watch.check()
 
 
+def stage_cases(kind, shapes):
+    ctx = iris.iris(1 << 28)
+    cases = []
+    for M, N, K, layout, config in shapes:
+        options = {"one_shot": layout == "plain" or M < 3} if kind == "reduce" else {}
+        cases.append(Case(ctx, kind, M, N, K, layout, config, **options))
+    load(ctx, [case.launch for case in cases])
+    for case in cases:
+        run_case(ctx, case)
+
+
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_stages(ranks, kind, world):
-    for M, N, K in SHAPES:
-        configs = [None, WIDE] if M >= 512 else [None]
-        for config in configs:
-            for layout in ("linear", "plain"):
-                options = {"one_shot": layout == "plain"} if kind == "reduce" else {}
-                ranks(world).run(stage_case, kind, M, N, K, layout, config, options)
+    shapes = EVERYWHERE + (ON_FOUR if world == 4 else [])
+    ranks(world).run(stage_cases, kind, shapes, timeout=120)
 
 
 def many_launches(kind):
@@ -135,8 +159,7 @@ def many_launches(kind):
     case = Case(ctx, kind, 256, 384, 512, "linear", None)
     wants, outs = [], []
     case.fill(0)
-    case.launch(dry=1)
-    ctx.barrier()
+    load(ctx, [case.launch])
     for step in range(200):
         wants.append(case.fill(step % 10))
         if step % 17 == 5 * ctx.cur_rank:
@@ -153,41 +176,35 @@ def test_many_launches(ranks, kind):
     ranks(4).run(many_launches, kind)
 
 
+def collective_trials(ctx, numel):
+    """(name, stage, operand, right result) of plain collectives of ``numel`` elements a rank."""
+    group, world, rank = ctx.world, ctx.num_ranks, ctx.cur_rank
+    xs = [integers(r, numel) for r in range(world)]
+    x, total = xs[rank], sum(part.float() for part in xs).to(torch.bfloat16)
+    shares = [rows_of(numel, world, r) for r in range(world)]
+    begin = rank * shard_rows(numel, world)
+    for two_shot in (False, True):
+        stage = collectives.all_reduce(ctx, group, [numel], "sum", x.dtype, two_shot=two_shot)
+        yield "two-shot" if two_shot else "one-shot", stage, x, total
+    stage = collectives.all_gather(ctx, group, [numel], [numel] * world, 0, x.dtype)
+    yield "gather", stage, x, torch.cat(xs)
+    stage = collectives.reduce_scatter(ctx, group, [numel], shares, 0, "sum", x.dtype)
+    yield "scatter", stage, x, total[begin : begin + shares[rank]]
+
+
 def collective_case():
     ctx = iris.iris(1 << 28)
-    group, world = ctx.world, ctx.num_ranks
-    for numel in (1, 7, 4096, 1 << 20):
-        xs = [integers(r, numel) for r in range(world)]
-        x, total = xs[ctx.cur_rank], sum(part.float() for part in xs).to(torch.bfloat16)
-        sizes = [numel] * world
-        shares = [rows_of(numel, world, r) for r in range(world)]
-        begin = ctx.cur_rank * shard_rows(numel, world)
-        trials = {
-            "one-shot": (
-                collectives.all_reduce(ctx, group, [numel], "sum", x.dtype, two_shot=False),
-                total,
-            ),
-            "two-shot": (
-                collectives.all_reduce(ctx, group, [numel], "sum", x.dtype, two_shot=True),
-                total,
-            ),
-            "gather": (
-                collectives.all_gather(ctx, group, [numel], sizes, 0, x.dtype),
-                torch.cat(xs),
-            ),
-            "scatter": (
-                collectives.reduce_scatter(ctx, group, [numel], shares, 0, "sum", x.dtype),
-                total[begin : begin + shares[ctx.cur_rank]],
-            ),
-        }
-        for name, (stage, want) in trials.items():
-            out = torch.full_like(want, 7)
-            stage.warm(x, out=out)
-            ctx.barrier()
-            for _ in range(3):
-                out.fill_(7)
-                stage(x, out=out)
-                assert torch.equal(out, want), (name, numel)
+    trials = [trial for numel in (1, 7, 4096, 1 << 20) for trial in collective_trials(ctx, numel)]
+    outs = [torch.full_like(want, 7) for _, _, _, want in trials]
+    load(
+        ctx,
+        [partial(stage, x, out=out) for (_, stage, x, _), out in zip(trials, outs, strict=True)],
+    )
+    for (name, stage, x, want), out in zip(trials, outs, strict=True):
+        for _ in range(3):
+            out.fill_(7)
+            stage(x, out=out)
+            assert torch.equal(out, want), (name, x.numel())
     ctx.watch.check()
 
 
@@ -198,19 +215,27 @@ def test_collectives(ranks, world):
 
 def norm_case():
     ctx = iris.iris(1 << 26)
+    cases = []
     for M, N in ((1, 4096), (64, 1000), (300, 512)):
         xs = [integers(r, M, N) for r in range(ctx.num_ranks)]
-        residual, weight = integers(8, M, N), integers(9, N)
-        x = xs[ctx.cur_rank]
-        stage = AllReduceNorm.create(ctx, ctx.world, M=M, N=N, dtype=x.dtype)
-        out, summed = torch.empty_like(x), torch.empty_like(x)
-        stage.warm(x, residual, weight, out=out, summed=summed)
-        ctx.barrier()
-        stage(x, residual, weight, out=out, summed=summed)
-        want = sum(part.float() for part in xs).to(x.dtype) + residual
+        stage = AllReduceNorm.create(ctx, ctx.world, M=M, N=N, dtype=xs[0].dtype)
+        out, summed = torch.empty_like(xs[0]), torch.empty_like(xs[0])
+        operands = (xs[ctx.cur_rank], integers(8, M, N), integers(9, N))
+        cases.append((stage, operands, xs, out, summed))
+    load(
+        ctx,
+        [
+            partial(stage, *operands, out=out, summed=summed)
+            for stage, operands, _, out, summed in cases
+        ],
+    )
+    for stage, operands, xs, out, summed in cases:
+        stage(*operands, out=out, summed=summed)
+        _, residual, weight = operands
+        want = sum(part.float() for part in xs).to(out.dtype) + residual
         assert torch.equal(summed, want)
-        normal = torch.nn.functional.rms_norm(want.float(), (N,), weight.float(), 1e-6)
-        torch.testing.assert_close(out, normal.to(x.dtype), rtol=1e-2, atol=1e-2)
+        normal = torch.nn.functional.rms_norm(want.float(), weight.shape, weight.float(), 1e-6)
+        torch.testing.assert_close(out, normal.to(out.dtype), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("world", [2, 4])

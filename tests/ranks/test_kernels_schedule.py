@@ -1,9 +1,12 @@
 """The schedule of a product: every step of every tile exactly once, for any shape."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from iris.lower.kernels.host import Turns
 from iris.lower.kernels.schedule import make_schedule, tile_order
 
 pytestmark = pytest.mark.cpu
@@ -39,3 +42,24 @@ def test_parts_of_a_tile_have_places_of_their_own(tiles, depth, programs):
     assert len(places) == len(parts)
     assert len(parts) <= programs  # each program has one at most
     assert {segment.cut for segment in parts} == set(range(schedule.cuts))
+
+
+@dataclass(frozen=True)
+class Member:
+    """A place in a group of three."""
+
+    index: int
+    size: int = 3
+    ranks: tuple[int, ...] = (0, 1, 2)
+
+    def sync(self, tag: int, what: str) -> int:
+        raise AssertionError("sharing out needs no meeting")
+
+
+def test_each_kernel_is_compiled_by_one_member():
+    asked = ["gather", "scatter", "gather", "reduce", "scatter", "product", "gather", "norm"]
+    compiled = []
+    for index in range(3):
+        turns = Turns(Member(index))
+        compiled.append([name for name in asked if turns.mine(name)])
+    assert compiled == [["gather", "product"], ["scatter", "norm"], ["reduce"]]

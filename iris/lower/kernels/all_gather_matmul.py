@@ -20,10 +20,12 @@ from iris.lower.kernels.host import (
     TMA_K,
     GroupLike,
     Share,
+    Turns,
     Workspace,
     can_store_tma,
     common_mode,
     interpreted,
+    launch,
     operand,
     round_up,
     rows_of,
@@ -109,7 +111,7 @@ def _emit(env, tiles, row, column, epilogue, T: tl.constexpr):
     finish_piece(tiles, row, column, out, M, N, epilogue, args, T)
 
 
-@triton.jit(do_not_specialize=["dry", "m", "rank", "stage"])
+@triton.jit(do_not_specialize=["dry", "m", "rank", "stage", "M", "shard"])
 def all_gather_matmul_kernel(
     dry, x, x_row, x_column, m, staging, flags, state, record, stage, rank, M, K, ld, shard, a_desc,
     gathered, heads, table, scratch, counts,
@@ -233,7 +235,7 @@ class AllGatherMatmul:
         out: Sequence[Tensor],
         args: tuple[Any, ...] = (),
         gathered: Tensor | None = None,
-        dry: int = 0,
+        dry: int | Turns = 0,
     ) -> None:
         """Launch on the current stream. ``gathered`` [M, K], contiguous, gets the gathered x."""
         T = self.T
@@ -257,8 +259,9 @@ class AllGatherMatmul:
         work, share = self.workspace, self.share
         shard = shard_rows(self.M, self.group.size)
         a = operand(self.staged, a_mode, T.block_m, T.block_k) if a_mode else None
-        all_gather_matmul_kernel[(share.programs,)](
-            dry, x, *x.stride(), x.shape[0], work.staging, work.flags, work.state, *work.watch,
+        launch(
+            all_gather_matmul_kernel, share.programs, dry, x, *x.stride(), x.shape[0],
+            work.staging, work.flags, work.state, *work.watch,
             self.group.index, self.M, self.K, self.ld, shard, a, gathered, share.heads, share.table,
             share.scratch, share.counts, *slots, args, self.epilogue, T,
             num_warps=self.config.warps, num_stages=self.config.stages,

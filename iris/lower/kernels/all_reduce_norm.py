@@ -14,7 +14,7 @@ from torch import Tensor
 
 from iris.device.target import device_function
 from iris.lower.kernels.config import TRITON_DTYPES
-from iris.lower.kernels.host import GroupLike, Workspace, processors, round_up
+from iris.lower.kernels.host import GroupLike, Turns, Workspace, launch, processors, round_up
 from iris.lower.kernels.protocol import enter, leave, peer, publish, ticket, wait
 
 
@@ -141,14 +141,15 @@ class AllReduceNorm:
         *,
         out: Tensor,
         summed: Tensor | None = None,
-        dry: int = 0,
+        dry: int | Turns = 0,
     ) -> None:
         """Launch on the current stream."""
         if 0 in (self.M, self.N):
             return
         work = self.workspace
-        all_reduce_norm_kernel[(self.programs,)](
-            dry, x, x.stride(0), residual, 0 if residual is None else residual.stride(0), weight,
+        launch(
+            all_reduce_norm_kernel, self.programs, dry, x, x.stride(0),
+            residual, 0 if residual is None else residual.stride(0), weight,
             self.eps, out, out.stride(0), summed, 0 if summed is None else summed.stride(0),
             work.staging, work.flags, work.state, *work.watch, self.group.index, self.M, self.N,
             round_up(self.N, 16), self.blocks, self.R, num_warps=8,

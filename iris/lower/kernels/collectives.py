@@ -16,7 +16,7 @@ from torch import Tensor
 from iris.errors import UnsupportedError
 from iris.lower.kernels.boxes import Piece, operand_box, pack_pieces
 from iris.lower.kernels.exchange import exchange_kernel
-from iris.lower.kernels.host import GroupLike, Workspace, processors, round_up
+from iris.lower.kernels.host import GroupLike, Turns, Workspace, launch, processors, round_up
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NARROW = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -97,15 +97,16 @@ class Exchange:
         )
         self.sums = self.workspace.staging + 2 * self.half * itemsize
 
-    def __call__(self, x: Tensor, *, out: Tensor, dry: int = 0) -> None:
+    def __call__(self, x: Tensor, *, out: Tensor, dry: int | Turns = 0) -> None:
         """Launch on the current stream. ``out`` is contiguous and does not overlap ``x``."""
         work, box = self.workspace, operand_box(x)
         places = (x.data_ptr(), out.data_ptr())
         vector = math.gcd(self.vector, box[1], *box[5:9], *(at // x.itemsize for at in places))
         if any(at % x.itemsize for at in places) or box[9] != 1:
             vector = 1
-        exchange_kernel[(self.programs,)](
-            dry, x.view(self.carrier), *box, out.view(self.carrier), self.pieces,
+        launch(
+            exchange_kernel, self.programs, dry, x.view(self.carrier), *box,
+            out.view(self.carrier), self.pieces,
             self.blocks, x.numel(), self.share, work.staging, self.sums, work.flags, work.state,
             *work.watch, self.group.index, self.half, self.half_sums,
             replace(self.moves, vector=vector), num_warps=8,

@@ -99,7 +99,6 @@ class Tiling:
     announced: bool = False  # other ranks wait for tiles
     awaited: bool = False  # other ranks wait for this rank's sums
     meet: bool = False  # a shard is empty: wait for all members all the same
-    run: int = 1  # blocks of rows that are summed after one wait
     one_shot: bool = False  # sums: parts go to all members
 
     @classmethod

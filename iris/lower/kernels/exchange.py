@@ -41,6 +41,7 @@ def _publish_operand(x, box, staging, state, X: tl.constexpr):
     """
     V: tl.constexpr = X.vector
     rows, width, n1, n2, n3, s0, s1, s2, s3, s4 = box
+    width = tl.multiple_of(width, V)
     across = tl.cdiv(width, X.columns)
     total = tl.cdiv(rows, X.rows) * across
     copied = 0
@@ -139,7 +140,26 @@ def _take_pieces(out, pieces, blocks, start, source, number, state, X: tl.conste
         block = ticket(state, 2) + tl.num_programs(0)
 
 
-@triton.jit(do_not_specialize=["dry", "rank", "stage", "blocks"])
+# All numbers but the last stride: what is known of them is said by ``tl.multiple_of``.
+_LOOSE = [
+    "dry",
+    "rank",
+    "stage",
+    "blocks",
+    "rows",
+    "width",
+    "n1",
+    "n2",
+    "n3",
+    "s0",
+    "s1",
+    "s2",
+    "s3",
+]
+_LOOSE += ["numel", "share", "half", "half_sums"]
+
+
+@triton.jit(do_not_specialize=_LOOSE)
 def exchange_kernel(
     dry, x, rows, width, n1, n2, n3, s0, s1, s2, s3, s4, out, pieces, blocks, numel, share,
     staging, sums, flags, state, record, stage, rank, half, half_sums, X: tl.constexpr,
@@ -147,7 +167,8 @@ def exchange_kernel(
     if dry == 0:
         epoch, number = enter(state)
         parity = (epoch & 1).to(tl.int64)
-        start = parity * half
+        share = tl.multiple_of(share, 16)
+        start = parity * tl.multiple_of(half, 16)
         mine = peer(flags, rank, tl.int32)
         box = (rows, width, n1, n2, n3, s0, s1, s2, s3, s4)
         own = peer(staging, rank, X.dtype) + start
@@ -156,7 +177,7 @@ def exchange_kernel(
             publish(flags, rank, epoch, X.world, X.lanes)
         wait_members(mine, 0, X.world - 1, epoch, (record, stage), X.lanes)
         if X.two_shot:
-            start_sums = parity * half_sums
+            start_sums = parity * tl.multiple_of(half_sums, 16)
             first = tl.minimum(rank.to(tl.int64) * share, numel)
             size = tl.minimum(numel - first, share)
             own = peer(sums, rank, X.dtype) + start_sums

@@ -57,6 +57,52 @@ def processors(device: torch.device) -> int:
     )
 
 
+class Turns:
+    """Who compiles a kernel that several ranks are about to load.
+
+    Members meet the same kernels in the same order, and each compiles every W-th: the others find
+    it in Triton's cache on disk. Pass it as ``dry`` to every stage; then `Group.sync`; then load.
+    """
+
+    def __init__(self, group: GroupLike) -> None:
+        self.group = group
+        self.seen: set[Any] = set()
+
+    def mine(self, variant: Any) -> bool:
+        """Whether this member compiles ``variant``: the first time that it is asked for."""
+        number = len(self.seen)
+        self.seen.add(variant)
+        return number < len(self.seen) and number % self.group.size == self.group.index
+
+
+def launch(kernel: Any, programs: int, dry: "int | Turns", *arguments: Any, **options: int) -> None:
+    """Launch a stage's kernel: to run it (``dry`` 0), to load it (1), or to compile it in turns."""
+    if not isinstance(dry, Turns):
+        kernel[(programs,)](dry, *arguments, **options)
+    else:
+        names = getattr(kernel, "arg_names", ())[1:]
+        loose = getattr(kernel, "do_not_specialize", ())
+        kinds = [
+            type(argument) if name in loose else _kind(argument)
+            for name, argument in zip(names, arguments, strict=True)
+        ]
+        if dry.mine((id(kernel), *kinds, *options.values())):
+            kernel.warmup(1, *arguments, grid=(programs,), **options)
+
+
+def _kind(argument: Any) -> Any:
+    """What of an argument makes Triton compile anew."""
+    if isinstance(argument, tuple):
+        return tuple(map(_kind, argument))
+    if isinstance(argument, TensorDescriptor):
+        return _kind(argument.base), tuple(argument.block_shape)
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, int):
+        return 1 if argument == 1 else (argument % 16 == 0, argument >> 31)
+    return argument
+
+
 class Workspace:
     """Symmetric staging (two halves of ``half`` bytes) and flags of a stage; its local counters.
 
@@ -131,20 +177,19 @@ def part_tiling(
     rows: int,
     columns: int,
     device: torch.device,
-) -> Tiling:
+) -> tuple[Tiling, int]:
     """The tiling of a stage that sends parts of ``part`` type and sums ``rows`` x ``columns`` here.
 
     Sums are made of runs of blocks within a column tile: long runs, since each begins with a wait,
-    but several a program.
+    but several a program. Returns the rows of a run too; kernels are not compiled for it.
     """
     T = Tiling.of(config, world, 1, dtype, interpreted())
     programs = config.programs or processors(device)
     wanted = max(1, 4 * programs // max(1, -(-columns // T.block_n)))  # runs in a column of tiles
     each = max(1, min(T.block_m, rows // wanted))
     high = min(max(1, config.copy // 2 // T.block_n), 1 << (each.bit_length() - 1))
-    return T.with_modes(
-        dtype=TRITON_DTYPES[part], rows=high, columns=T.block_n, run=max(1, each // high)
-    )
+    T = T.with_modes(dtype=TRITON_DTYPES[part], rows=high, columns=T.block_n)
+    return T, max(1, each // high) * high
 
 
 def product_modes(T: Tiling, x: Tensor, w: Tensor, config: GemmConfig) -> Tiling:

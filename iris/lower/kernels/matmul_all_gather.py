@@ -17,8 +17,10 @@ from iris.lower.kernels.gemm import identity, nothing, run_segments
 from iris.lower.kernels.host import (
     GroupLike,
     Share,
+    Turns,
     Workspace,
     interpreted,
+    launch,
     operand,
     product_modes,
     round_up,
@@ -45,10 +47,10 @@ def _done(env, row, column, T: tl.constexpr):
     announce_to_all(row, column, first_flag, size[1], flags, epoch, T)
 
 
-@triton.jit(do_not_specialize=["dry", "m", "rank", "stage"])
+@triton.jit(do_not_specialize=["dry", "m", "rank", "stage", "M", "shard", "run"])
 def matmul_all_gather_kernel(
     dry, a, a_row, a_k, b, b_row, b_k, out, out_row, out_column, staging, flags, state, record,
-    stage, rank, m, M, N, K, ld, shard, heads, table, scratch, counts, args,
+    stage, rank, m, M, N, K, ld, shard, run, heads, table, scratch, counts, args,
     epilogue: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     if dry == 0:
@@ -66,7 +68,7 @@ def matmul_all_gather_kernel(
         line = (peer(flags, rank, tl.int32), epoch, state, (record, stage))
         source = peer(staging, rank, T.dtype) + half * ld
         sink = (out, out_row, out_column, M, N, args)
-        collect(source, ld, T.world, shard, (M, N), line, rank, number, sink, identity, T)
+        collect(source, ld, T.world, shard, run, (M, N), line, rank, number, sink, identity, T)
         if T.meet:
             meet(line[0], number, epoch, line[3], T.world, T.lanes)
         leave(state, epoch)
@@ -128,7 +130,6 @@ class MatmulAllGather:
             dtype=TRITON_DTYPES[out],
             rows=high,
             columns=T.block_n,
-            run=T.block_m // high,
             announced=True,
             meet=rows_of(M, W, W - 1) == 0,
         )
@@ -141,17 +142,19 @@ class MatmulAllGather:
         return cls(group, workspace, share, T, config, (M, N, K), epilogue)
 
     def __call__(
-        self, x: Tensor, w: Tensor, *, out: Tensor, args: tuple[Any, ...] = (), dry: int = 0
+        self, x: Tensor, w: Tensor, *, out: Tensor, args: tuple[Any, ...] = (), dry: int | Turns = 0
     ) -> None:
         """Launch on the current stream."""
         if 0 in (self.M, self.N):
             return
         T, work, share = product_modes(self.T, x, w, self.config), self.workspace, self.share
-        matmul_all_gather_kernel[(share.programs,)](
-            dry, operand(x, T.a_mode, T.block_m, T.block_k), *x.stride(),
+        launch(
+            matmul_all_gather_kernel, share.programs, dry,
+            operand(x, T.a_mode, T.block_m, T.block_k), *x.stride(),
             operand(w.T, T.b_mode, T.block_n, T.block_k), *w.T.stride(), out, *out.stride(),
             work.staging, work.flags, work.state, *work.watch, self.group.index, x.shape[0], self.M,
-            self.N, self.K, round_up(self.N, 16), shard_rows(self.M, self.group.size), share.heads,
+            self.N, self.K, round_up(self.N, 16), shard_rows(self.M, self.group.size),
+            T.block_m, share.heads,
             share.table, share.scratch, share.counts, args, self.epilogue, T,
             num_warps=self.config.warps, num_stages=self.config.stages,
         )  # fmt: skip

@@ -20,7 +20,9 @@ from iris.lower.kernels.gemm import identity, nothing, run_segments
 from iris.lower.kernels.host import (
     GroupLike,
     Share,
+    Turns,
     Workspace,
+    launch,
     operand,
     part_tiling,
     product_modes,
@@ -79,10 +81,10 @@ def _sent_sums(env, item, T: tl.constexpr):
     publish(flags, first_flag + item, epoch, T.world, T.lanes)
 
 
-@triton.jit(do_not_specialize=["dry", "rank", "stage"])
+@triton.jit(do_not_specialize=["dry", "rank", "stage", "M", "shard", "run"])
 def matmul_all_reduce_kernel(
     dry, a, a_row, a_k, b, b_row, b_k, out, out_row, out_column, staging, sums, flags, state,
-    record, stage, rank, M, N, K, ld, shard, heads, table, scratch, counts, args,
+    record, stage, rank, M, N, K, ld, shard, run, heads, table, scratch, counts, args,
     after: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     if dry == 0:
@@ -99,18 +101,20 @@ def matmul_all_reduce_kernel(
         parts = (peer(staging, rank, T.dtype) + half * ld, slot_rows, ld)
         sink = (out, out_row, out_column, M, N, args)
         if T.one_shot:
-            sum_rows(number, M, 0, parts, size, line, finish_sum, no_news, sink, after, T)
+            sum_rows(number, M, 0, run, parts, size, line, finish_sum, no_news, sink, after, T)
         else:
             m = tl.minimum(shard, M - rank * shard)
             row0 = (epoch & 1).to(tl.int64) * T.world * shard
             first_flag = T.world * (1 + tiles_in(M, N, T))
-            each = tl.cdiv(shard, T.run * T.rows) * tl.cdiv(N, T.columns)
+            each = tl.cdiv(shard, run) * tl.cdiv(N, T.columns)
             mine = first_flag + rank * each
             send = (row0 + rank * shard, mine, (m, N), ld, sums, flags, epoch)
             first = rank * shard
-            sum_rows(number, m, first, parts, size, line, _send_sum, _sent_sums, send, after, T)
+            sum_rows(
+                number, m, first, run, parts, size, line, _send_sum, _sent_sums, send, after, T
+            )
             source = peer(sums, rank, T.dtype) + row0 * ld
-            collect(source, ld, first_flag, shard, size, line, rank, number, sink, after, T)
+            collect(source, ld, first_flag, shard, run, size, line, rank, number, sink, after, T)
         leave(state, epoch)
 
 
@@ -140,6 +144,7 @@ class MatmulAllReduce:
         shape: tuple[int, int, int],
         after: Any,
         sums: Tensor,
+        run: int,
     ) -> None:
         self.group, self.workspace, self.share, self.T, self.config = (
             group,
@@ -149,7 +154,7 @@ class MatmulAllReduce:
             config,
         )
         self.M, self.N, self.K = shape
-        self.after, self.sums = after, sums
+        self.after, self.sums, self.run = after, sums, run
 
     @classmethod
     def create(
@@ -171,23 +176,22 @@ class MatmulAllReduce:
         one_shot = M <= cls.ONE_SHOT_ROWS if one_shot is None else one_shot
         config = config or default_config(M, N, dtype, device)
         part = part_dtype or (torch.int32 if dtype == torch.int8 else dtype)
-        T = part_tiling(config, W, dtype, part, M if one_shot else shard, N, device).with_modes(
-            one_shot=one_shot, awaited=not one_shot, announced=True
-        )
+        T, run = part_tiling(config, W, dtype, part, M if one_shot else shard, N, device)
+        T = T.with_modes(one_shot=one_shot, awaited=not one_shot, announced=True)
         row_bytes = round_up(N, 16) * part.itemsize
         parts = W * (M if one_shot else shard) * row_bytes
         sums = 0 if one_shot else W * shard * row_bytes
-        blocks = 0 if one_shot else W * -(-shard // (T.run * T.rows)) * -(-N // T.columns)
+        blocks = 0 if one_shot else W * -(-shard // run) * -(-N // T.columns)
         what = f"matmul_all_reduce to [{M}, {N}]"
         workspace = Workspace(ctx, group, parts + sums, W * (1 + tiles_of(M, N, T)) + blocks, what)
         first_row = 0 if one_shot else (group.index + 1) % W * shard
         share = Share.create(config, T, M, [N], K, first_row if first_row < M else 0, device)
         return cls(
-            group, workspace, share, T, config, (M, N, K), after, workspace.staging + 2 * parts
+            group, workspace, share, T, config, (M, N, K), after, workspace.staging + 2 * parts, run
         )
 
     def __call__(
-        self, x: Tensor, w: Tensor, *, out: Tensor, args: tuple[Any, ...] = (), dry: int = 0
+        self, x: Tensor, w: Tensor, *, out: Tensor, args: tuple[Any, ...] = (), dry: int | Turns = 0
     ) -> None:
         """Launch on the current stream."""
         if 0 in (self.M, self.N):
@@ -198,11 +202,13 @@ class MatmulAllReduce:
             self.share,
             self.group,
         )
-        matmul_all_reduce_kernel[(share.programs,)](
-            dry, operand(x, T.a_mode, T.block_m, T.block_k), *x.stride(),
+        launch(
+            matmul_all_reduce_kernel, share.programs, dry,
+            operand(x, T.a_mode, T.block_m, T.block_k), *x.stride(),
             operand(w.T, T.b_mode, T.block_n, T.block_k), *w.T.stride(), out, *out.stride(),
             work.staging, self.sums, work.flags, work.state, *work.watch, group.index, self.M,
-            self.N, self.K, round_up(self.N, 16), shard_rows(self.M, group.size), share.heads,
+            self.N, self.K, round_up(self.N, 16), shard_rows(self.M, group.size), self.run,
+            share.heads,
             share.table, share.scratch, share.counts, args, self.after, T,
             num_warps=self.config.warps, num_stages=self.config.stages,
         )  # fmt: skip

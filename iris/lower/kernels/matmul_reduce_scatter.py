@@ -18,7 +18,9 @@ from iris.lower.kernels.gemm import identity, nothing, run_segments
 from iris.lower.kernels.host import (
     GroupLike,
     Share,
+    Turns,
     Workspace,
+    launch,
     operand,
     part_tiling,
     product_modes,
@@ -52,10 +54,10 @@ def _done(env, row, column, T: tl.constexpr):
     announce_to_owners(row, column, rank, shard, size, flags, epoch, T)
 
 
-@triton.jit(do_not_specialize=["dry", "m", "rank", "stage"])
+@triton.jit(do_not_specialize=["dry", "m", "rank", "stage", "M", "shard", "run"])
 def matmul_reduce_scatter_kernel(
     dry, a, a_row, a_k, b, b_row, b_k, out, out_row, out_column, staging, flags, state, record,
-    stage, rank, m, M, N, K, ld, shard, heads, table, scratch, counts, args, after_args,
+    stage, rank, m, M, N, K, ld, shard, run, heads, table, scratch, counts, args, after_args,
     epilogue: tl.constexpr, after: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     if dry == 0:
@@ -73,7 +75,7 @@ def matmul_reduce_scatter_kernel(
         parts = (peer(staging, rank, T.dtype) + half * ld, shard, ld)
         sink = (out, out_row, out_column, m, N, after_args)
         first = rank * shard
-        sum_rows(number, m, first, parts, size, line, finish_sum, no_news, sink, after, T)
+        sum_rows(number, m, first, run, parts, size, line, finish_sum, no_news, sink, after, T)
         if T.meet:
             meet(line[0], number, epoch, line[3], T.world, T.lanes)
         leave(state, epoch)
@@ -102,6 +104,7 @@ class MatmulReduceScatter:
         config: GemmConfig,
         shape: tuple[int, int, int],
         epilogues: tuple[Any, Any],
+        run: int,
     ) -> None:
         self.group, self.workspace, self.share, self.T, self.config = (
             group,
@@ -112,6 +115,7 @@ class MatmulReduceScatter:
         )
         self.M, self.N, self.K = shape
         self.epilogue, self.after = epilogues
+        self.run = run
 
     @classmethod
     def create(
@@ -135,14 +139,14 @@ class MatmulReduceScatter:
         device = ctx.heap.device
         config = config or default_config(M, N, dtype, device)
         part = part_dtype or (torch.int32 if dtype == torch.int8 else dtype)
-        T = part_tiling(config, group.size, dtype, part, shard_rows(M, group.size), N, device)
+        T, run = part_tiling(config, group.size, dtype, part, shard_rows(M, group.size), N, device)
         T = T.with_modes(announced=True, meet=rows_of(M, group.size, group.size - 1) == 0)
         half = group.size * shard_rows(M, group.size) * round_up(N, 16) * part.itemsize
         what = f"matmul_reduce_scatter to [{M}, {N}]"
         workspace = Workspace(ctx, group, half, group.size * (1 + tiles_of(M, N, T)), what)
         first_row = (group.index + 1) % group.size * shard_rows(M, group.size)
         share = Share.create(config, T, M, [N], K, first_row if first_row < M else 0, device)
-        return cls(group, workspace, share, T, config, (M, N, K), (epilogue, after))
+        return cls(group, workspace, share, T, config, (M, N, K), (epilogue, after), run)
 
     def __call__(
         self,
@@ -152,7 +156,7 @@ class MatmulReduceScatter:
         out: Tensor,
         args: tuple[Any, ...] = (),
         after_args: tuple[Any, ...] = (),
-        dry: int = 0,
+        dry: int | Turns = 0,
     ) -> None:
         """Launch on the current stream."""
         if 0 in (self.M, self.N):
@@ -163,13 +167,14 @@ class MatmulReduceScatter:
             self.share,
             self.group,
         )
-        matmul_reduce_scatter_kernel[(share.programs,)](
-            dry, operand(x, T.a_mode, T.block_m, T.block_k), *x.stride(),
+        launch(
+            matmul_reduce_scatter_kernel, share.programs, dry,
+            operand(x, T.a_mode, T.block_m, T.block_k), *x.stride(),
             operand(w.T, T.b_mode, T.block_n, T.block_k), *w.T.stride(), out, *out.stride(),
             work.staging, work.flags, work.state, *work.watch, group.index,
             rows_of(self.M, group.size, group.index), self.M, self.N, self.K, round_up(self.N, 16),
-            shard_rows(self.M, group.size), share.heads, share.table, share.scratch, share.counts,
-            args, after_args, self.epilogue, self.after, T,
+            shard_rows(self.M, group.size), self.run, share.heads, share.table, share.scratch,
+            share.counts, args, after_args, self.epilogue, self.after, T,
             num_warps=self.config.warps, num_stages=self.config.stages,
         )  # fmt: skip
 

@@ -89,23 +89,24 @@ def sum_parts(parts, at, mask, T: tl.constexpr):
 
 
 @device_function
-def sum_rows(number, m, first_row, parts, size, line, store, summed, env, after, T: tl.constexpr):
+def sum_rows(
+    number, m, first_row, run, parts, size, line, store, summed, env, after, T: tl.constexpr
+):
     """Sum rows ``first_row .. first_row + m`` of the result, as their parts arrive.
 
-    Row ``first_row`` is row 0 of each member's slot. An item is ``T.run`` blocks of [T.rows,
-    T.columns], one below the other: one wait for all. Every block goes to ``store(env, total, row,
+    Row ``first_row`` is row 0 of each member's slot. An item is ``run`` rows, in blocks of [T.rows,
+    T.columns] one below the other: one wait for all. Every block goes to ``store(env, total, row,
     column, after, T)``, with its row within the ``m``; then ``summed(env, item, T)`` is called.
     Others may wait for what a program takes by ticket; where nobody does (``T.awaited``), program p
     begins with item p.
     """
-    RUN: tl.constexpr = T.run * T.rows
     across = tl.cdiv(size[1], T.columns)
-    items = tl.cdiv(m, RUN) * across
+    items = tl.cdiv(m, run) * across
     item = ticket(line[2], 0) if T.awaited else number
     while item < items:
-        row = item // across * RUN
+        row = item // across * run
         column = item % across * T.columns
-        end = tl.minimum(row + RUN, m)
+        end = tl.minimum(row + run, m)
         wait_tiles(first_row + row, first_row + end - 1, column, size, line, T)
         columns = column + tl.arange(0, T.columns)
         while row < end:
@@ -142,27 +143,28 @@ def finish_sum(env, total, row, column, after, T: tl.constexpr):
 
 
 @device_function
-def collect(source, ld, first_flag, shard, size, line, rank, number, out, after, T: tl.constexpr):
+def collect(
+    source, ld, first_flag, shard, run, size, line, rank, number, out, after, T: tl.constexpr
+):
     """Store ``after`` of all members' rows of ``source`` [M, ld], own first, as they arrive.
 
     Items are those of ``sum_rows``, for each owner; their flags begin at ``first_flag``. Nobody
     waits for this: program p begins with item p.
     """
-    RUN: tl.constexpr = T.run * T.rows
     LANES: tl.constexpr = T.lanes
     flags, epoch, state, watch = line
     M, N = size
     across = tl.cdiv(N, T.columns)
-    each = tl.cdiv(shard, RUN) * across
+    each = tl.cdiv(shard, run) * across
     lane = tl.arange(0, LANES)
     target, out_row, out_column, _, _, args = out
     while number < each * T.world:
         owner = (number // each + rank) % T.world
         item = number % each
-        row = item // across * RUN
+        row = item // across * run
         column = item % across * T.columns
         first = owner * shard
-        end = tl.minimum(row + RUN, tl.minimum(shard, M - first))
+        end = tl.minimum(row + run, tl.minimum(shard, M - first))
         if row < end:
             flag = flags + (first_flag + owner * each + item + lane)
             wait(flag, owner + lane, lane < 1, epoch, watch)
