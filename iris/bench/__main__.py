@@ -23,7 +23,8 @@ COMMANDS = {
 MODELS = ("8B", "70B", "32B")
 STAGES = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 HEAP = 4 << 30
-ENV = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+# Torch warns of every operand of its operators that is not in symmetric memory.
+ENV = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def _worker(args: Namespace) -> tuple[list[Any], dict[str, Any], Path]:

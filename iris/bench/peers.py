@@ -12,6 +12,7 @@ from iris.bench.timing import Call
 from iris.lower.kernels.host import rows_of, shard_rows
 
 OPS: Any = torch.ops.symm_mem
+WAIT: Any = torch.ops._c10d_functional.wait_tensor
 Copies = Sequence[Sequence[Tensor]]
 
 
@@ -73,7 +74,8 @@ def gather_peers(copies: Copies, ready: Copies) -> dict[str, Call]:
 
     def low_contention(i: int) -> Tensor:
         x, w = copies[i % len(copies)]
-        return torch.matmul(OPS._low_contention_all_gather(x, group_name()), w, out=out)
+        gathered = OPS._low_contention_all_gather(x, group_name())
+        return torch.matmul(WAIT(gathered), w, out=out)
 
     even: dict[str, Call] = {"torch fused": fused, "low contention": low_contention}
     return {"gemm": gemm, "unfused": unfused} | (even if len(set(sizes)) == 1 else {})
@@ -107,7 +109,7 @@ def scatter_peers(copies: Copies) -> dict[str, Call]:
 
     def low_contention(i: int) -> Tensor:
         torch.matmul(*copies[i % len(copies)], out=shared)
-        result: Tensor = OPS._low_contention_reduce_scatter(shared, "sum", group_name())
+        result: Tensor = WAIT(OPS._low_contention_reduce_scatter(shared, "sum", group_name()))
         return result
 
     even: dict[str, Call] = {"torch fused": fused, "low contention": low_contention}

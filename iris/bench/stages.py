@@ -45,6 +45,12 @@ def random_tensor(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator)
 
 
+def _sizes(M: int) -> list[int]:
+    """Rows of every rank."""
+    world = dist.get_world_size()
+    return [rows_of(M, world, r) for r in range(world)]
+
+
 def _gather(M: int, hidden: int, inner: int) -> Problem:
     ctx, rank, world = iris.current(), dist.get_rank(), dist.get_world_size()
     full = random_tensor(M, hidden, seed=1)
@@ -64,7 +70,17 @@ def _gather(M: int, hidden: int, inner: int) -> Problem:
         return out
 
     stage.warm(x, [w], out=[out])
-    calls = gather_peers(copies, [(full, w) for _, w in copies]) | {"iris": ours}
+    gather = collectives.all_gather(ctx, ctx.world, x.shape, _sizes(M), 0, x.dtype)
+    gathered = torch.empty_like(full)
+    gather.warm(x, out=gathered)
+
+    def unfused(i: int) -> Tensor:
+        x, w = copies[i % len(copies)]
+        gather(x, out=gathered)
+        return torch.matmul(gathered, w, out=out)
+
+    calls = gather_peers(copies, [(full, w) for _, w in copies])
+    calls |= {"iris": ours, "iris unfused": unfused}
     want = full.float() @ w.float()
     return Problem((M, hidden, w.shape[1]), want, want, calls)
 
@@ -92,7 +108,18 @@ def _scatter(M: int, hidden: int, inner: int) -> Problem:
         return out
 
     stage.warm(x, w, out=out)
-    calls = scatter_peers(copies) | {"iris": ours}
+    product = torch.empty(M, hidden, device="cuda", dtype=x.dtype)
+    scatter = collectives.reduce_scatter(
+        ctx, ctx.world, product.shape, _sizes(M), 0, "sum", x.dtype
+    )
+    scatter.warm(product, out=out)
+
+    def unfused(i: int) -> Tensor:
+        torch.matmul(*copies[i % len(copies)], out=product)
+        scatter(product, out=out)
+        return out
+
+    calls = scatter_peers(copies) | {"iris": ours, "iris unfused": unfused}
     mine = total[min(M, rank * shard_rows(M, world)) :][:m]
     return Problem((M, K, hidden), part, mine, calls)
 

@@ -51,7 +51,7 @@ class Watch:
         words = 2 * record.numel()
         self.record = record
         self.flags = block.tensor.view(torch.int32)[words:].view(SLOTS + GROUPS, -1)
-        self._block = block
+        self._block: Block | None = block
         self._raised = raised.numpy()
         self._rank = rank
         self._stages: dict[int, tuple[str, tuple[int, ...]]] = {}
@@ -81,6 +81,12 @@ class Watch:
         ctx.world.sync(zlib.crc32(b"iris.watch"), "prepare bounded waits")
         return cls(block, record, raised, ctx.cur_rank)
 
+    def close(self) -> None:
+        """Let go of the heap; what this rank's record said last is kept."""
+        self.record, self.flags, self._block = self.record.clone(), self.flags[:0].clone(), None
+        if self._stream is None:
+            self._raised = self.record[:1].numpy()
+
     def stage(self, what: str, ranks: Sequence[int]) -> int:
         """Return the number, equal on all ranks, of waits in ``what`` among ``ranks``."""
         number = zlib.crc32(f"{what}{tuple(ranks)}".encode()) >> 1
@@ -98,7 +104,7 @@ class Watch:
         if self.record.is_cuda:
             torch.cuda.synchronize(self.record.device)  # waits end as soon as the state is set
         words = self.record.tolist()
-        if words[STATE] < 0:
+        if words[STATE] < 0 and self._block is not None:
             culprit = -1 - words[STATE]
             words = self._block.peer(culprit)[: 8 * PEERS].view(torch.int64).tolist()
         if words[STATE] <= 0:

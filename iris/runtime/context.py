@@ -327,14 +327,18 @@ class Iris(Creation, CopyEngine, RankLogging):
             self._watchdog.stop()
         if self.device.type == "cpu":
             self._board.leave(state, message)
-            self.heap.close()
+            self._let_go()
         elif state == FAILED:
             self._board.leave(state, message)  # peers' kernels may still use this heap: keep it
         else:
             torch.cuda.synchronize(self.device)  # no kernel of this rank uses a peer any more
             self._board.leave(state)
             self._board.wait_until_alone(config.timeout())  # nor does a peer's use this rank
-            self.heap.close()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self.watch.close()
+        self.heap.close()
 
 
 _BARRIER = zlib.crc32(b"barrier")

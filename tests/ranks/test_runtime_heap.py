@@ -2,6 +2,7 @@
 
 import gc
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -267,3 +268,24 @@ def _tensors_outlive_the_context():
 
 def test_closing_keeps_this_ranks_tensors(ranks):
     assert ranks(2).run(_tensors_outlive_the_context) == [1000, 1000]
+
+
+def _slabs():
+    gc.collect()
+    return sum("memfd:iris-heap" in line for line in Path("/proc/self/maps").open())
+
+
+def _mapped_after_close():
+    ctx = iris(1 << 20)
+    kept = ctx.ones(3)
+    mapped = [_slabs()]
+    ctx.close()
+    mapped.append(_slabs())
+    assert kept.tolist() == [1, 1, 1]
+    del kept
+    return [*mapped, _slabs()]
+
+
+def test_a_closed_context_holds_no_memory(ranks):
+    """Also while something still refers to it; a rank's own tensors keep only its own slab."""
+    assert ranks(2).run(_mapped_after_close) == [[2, 1, 0]] * 2
