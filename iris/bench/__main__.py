@@ -19,6 +19,7 @@ COMMANDS = {
     "stages": "fused stages beside cuBLAS and torch",
     "barrier": "the device barrier beside torch's",
     "gemm": "the GEMM loop of the stages beside cuBLAS",
+    "replay": "the host's time for a call beside a bare graph launch and torch.compile",
 }
 MODELS = ("8B", "70B", "32B")
 STAGES = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")

@@ -22,6 +22,37 @@ from iris.runtime.groups import Group
 CALLS_BEFORE_CAPTURE = 1
 
 
+class Turn:
+    """The order of a rank's programs on its GPU: that of their calls, whichever streams they use.
+
+    Ranks call programs in one order, so no two of them can wait for each other's kernels while
+    their own keep the peer's off the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.current_stream(device)
+        self._last = self._stream.cuda_stream
+
+    @classmethod
+    def of(cls, ctx: Iris) -> "Turn":
+        """The one of this context."""
+        kept = ctx.world.kept
+        if "turn" not in kept:
+            kept["turn"] = cls(ctx.device)
+        turn: Turn = kept["turn"]
+        return turn
+
+    def take(self) -> None:
+        """Make the current stream wait for the program before, if that is on another stream."""
+        if torch._C._cuda_getCurrentRawStream(self._device.index) != self._last:
+            event = torch.cuda.Event()
+            event.record(self._stream)
+            self._stream = torch.cuda.current_stream(self._device)
+            self._last = self._stream.cuda_stream
+            self._stream.wait_event(event)
+
+
 class Runner:
     """Runs an executable on one rank. ``group`` is all ranks of the program."""
 
@@ -35,15 +66,17 @@ class Runner:
         self.calls = 0
         self.captured: Capture | None = None
         self._addresses: list[int] = []
+        self._turn = Turn.of(ctx) if self.on_gpu else None
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
         """Outputs and written values of one call."""
+        if self._turn is not None:
+            self._turn.take()
         if self.captured is not None:
-            values: Sequence[Any] = self.captured(inputs, self.reuse)
-        elif self.on_gpu:
-            values = self._early(inputs)
+            values = self.captured(inputs)
         else:
-            values = self.executable.run(*inputs)
+            with torch.no_grad():
+                values = self._early(inputs) if self.on_gpu else self.executable.run(*inputs)
         if self.executable.fused:
             self.ctx.watch.check(synchronized=not self.on_gpu)
         return values
@@ -55,7 +88,7 @@ class Runner:
         elif self.replays and self.calls >= CALLS_BEFORE_CAPTURE:
             return self._capture(inputs)
         self.calls += 1
-        self._addresses = [x.data_ptr() for x in inputs]
+        self._addresses = addresses(inputs)
         return self.executable.run(*inputs)
 
     def _load(self, inputs: Sequence[Tensor]) -> None:
@@ -75,15 +108,24 @@ class Runner:
             call.dry = 0
 
     def _capture(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
-        moved = {i for i, x in enumerate(inputs) if x.data_ptr() != self._addresses[i]}
-        self.captured = Capture(self.executable, inputs, moved)
+        now = zip(self._addresses, addresses(inputs), strict=True)
+        moved = {i for i, (before, after) in enumerate(now) if before != after}
+        self.captured = Capture(self.executable, inputs, moved, self.reuse)
         torch.cuda.synchronize(self.ctx.device)
         self._meet("captured")
-        return self.captured(inputs, self.reuse)
+        return self.captured(inputs)
 
     def _meet(self, step: str) -> None:
         what = f"program {self.name}: kernels {step}"
         self.group.sync(zlib.crc32(what.encode()) & 0x7FFFFFFF, what)
+
+
+_data_ptr = Tensor.data_ptr
+
+
+def addresses(tensors: Sequence[Tensor]) -> list[int]:
+    """Where the tensors are."""
+    return [*map(_data_ptr, tensors)]
 
 
 class Capture:
@@ -94,44 +136,53 @@ class Capture:
     the program is captured again, into the same memory.
     """
 
-    def __init__(self, executable: Executable, inputs: Sequence[Tensor], moved: set[int]) -> None:
-        self.executable = executable
+    def __init__(
+        self, executable: Executable, inputs: Sequence[Tensor], moved: set[int], reuse: bool
+    ) -> None:
+        self.executable, self.reuse = executable, reuse
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
-        self.event = torch.cuda.Event()
         self.moved = set(moved)
         self._record(inputs)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _record(self, inputs: Sequence[Tensor]) -> None:
-        buffers = {i: torch.empty_like(inputs[i]) for i in self.moved}
-        self.inputs = [buffers.get(i, x) for i, x in enumerate(inputs)]
-        self.buffers = list(buffers.items())
-        self.bound = [(i, x.data_ptr()) for i, x in enumerate(inputs) if i not in self.moved]
+        self.buffers = {i: torch.empty_like(inputs[i]) for i in self.moved}
+        bound = [self.buffers.get(i, x) for i, x in enumerate(inputs)]
+        self.addresses = addresses(bound)
         self.graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
-                self.values = self.executable.run(*self.inputs)
+                values = self.executable.run(*bound)
             finally:
                 self.graph.capture_end()
         torch.cuda.current_stream().wait_stream(self.stream)
+        self.values = values
+        self._replay = self.graph.replay
 
-    def __call__(self, inputs: Sequence[Tensor], reuse: bool) -> Sequence[Any]:
-        elsewhere = {i for i, address in self.bound if inputs[i].data_ptr() != address}
-        if elsewhere:
-            self.moved |= elsewhere
+    def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
+        now = addresses(inputs)
+        if now != self.addresses:
+            self._bind(inputs, now)
+        self._replay()
+        if self.reuse:
+            return self.values
+        return [value.clone() if isinstance(value, Tensor) else value for value in self.values]
+
+    def _bind(self, inputs: Sequence[Tensor], now: Sequence[int]) -> None:
+        """Bring inputs that are elsewhere to where the graph reads them."""
+        pairs = enumerate(zip(now, self.addresses, strict=True))
+        moved = [i for i, (address, bound) in pairs if address != bound]
+        if not self.buffers.keys() >= set(moved):
+            self.moved.update(moved)
             # The old graph must not be running when it goes.
             torch.cuda.current_stream().synchronize()
             self._record(inputs)
-        stream = torch.cuda.current_stream()
-        stream.wait_event(self.event)  # the last launch may have been on another stream
-        for index, buffer in self.buffers:
-            buffer.copy_(inputs[index])
-        self.graph.replay()
-        if reuse:
-            self.event.record(stream)
-            return self.values
-        values = [value.clone() if isinstance(value, Tensor) else value for value in self.values]
-        self.event.record(stream)
-        return values
+        sources = [inputs[i].detach() if inputs[i].requires_grad else inputs[i] for i in moved]
+        if len(moved) == 1:
+            self.buffers[moved[0]].copy_(sources[0])
+        else:
+            torch._foreach_copy_([self.buffers[i] for i in moved], sources)

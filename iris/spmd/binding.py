@@ -4,7 +4,6 @@ back.
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,18 +13,29 @@ from torch import Tensor
 from iris.errors import SpecError
 from iris.spmd.statics import SIMPLE, static_key
 
+_TENSORS = frozenset({Tensor, torch.nn.Parameter})
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-@dataclass(frozen=True, slots=True)
 class Bound:
-    """A call: ``values`` by parameter, their tensor leaves, and a key of all that is not a
-    tensor's data.
-    """
+    """A call: ``values`` by parameter, their tensor leaves, and all else in ``statics``."""
 
-    values: tuple[Any, ...]
-    tensors: list[Tensor]
-    key: tuple[object, ...]
+    __slots__ = ("_binder", "statics", "tensors", "values")
+
+    def __init__(
+        self,
+        binder: "Binder",
+        values: tuple[Any, ...],
+        tensors: Sequence[Tensor],
+        statics: Sequence[object],
+    ) -> None:
+        self._binder, self.values = binder, values
+        self.tensors, self.statics = tensors, statics
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """All that is not a tensor's data, with an entry for each label of ``Binder.labels``."""
+        return self._binder.key(self.values)
 
 
 class Binder:
@@ -42,6 +52,7 @@ class Binder:
         self.names = tuple(p.name for p in parameters)
         self.static = frozenset(static_argnames)
         self._kinds = tuple(p.kind for p in parameters)
+        self._all_tensors = [None] * len(parameters)
         self._plain = all(kind in POSITIONAL for kind in self._kinds)
         unknown = sorted(self.static - set(self.names))
         if unknown:
@@ -62,17 +73,29 @@ class Binder:
                 raise TypeError(f"{self.name}() {error}") from None
             bound.apply_defaults()
             values = tuple(bound.arguments[name] for name in self.names)
+        if _TENSORS.issuperset(map(type, values)) and not self.static:
+            return Bound(self, values, values, self._all_tensors)
         tensors: list[Tensor] = []
+        statics: list[object] = []
+        for name, value in zip(self.names, values, strict=True):
+            if name in self.static:
+                statics.append(self._static(name, value))
+            else:
+                self._flatten(name, value, tensors, statics)
+        return Bound(self, values, tensors, statics)
+
+    def key(self, values: Sequence[Any]) -> tuple[object, ...]:
+        """See :attr:`Bound.key`."""
         key: list[object] = []
         for name, value in zip(self.names, values, strict=True):
-            if isinstance(value, Tensor):
-                tensors.append(value)
-                key.append(tensor_key(value))
-            elif type(value) in SIMPLE or name in self.static:
-                key.append(self._static(name, value))
-            else:
-                self._flatten(name, value, tensors, key)
-        return Bound(values, tensors, tuple(key))
+            leaves: list[Any] = [value]
+            if not (isinstance(value, Tensor) or type(value) in SIMPLE or name in self.static):
+                leaves, tree = pytree.tree_flatten(value)
+                key.append(tree)
+            for leaf in leaves:
+                is_tensor = isinstance(leaf, Tensor) and name not in self.static
+                key.append(tensor_key(leaf) if is_tensor else self._static(name, leaf))
+        return tuple(key)
 
     def labels(self, values: Sequence[Any]) -> list[str]:
         """A name for each entry of the key of a call with these ``values``."""
@@ -86,15 +109,29 @@ class Binder:
                 ]
         return labels
 
-    def _flatten(self, name: str, value: Any, tensors: list[Tensor], key: list[object]) -> None:
-        leaves, tree = pytree.tree_flatten(value)
-        key.append(tree)
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                tensors.append(leaf)
-                key.append(tensor_key(leaf))
+    def _flatten(self, name: str, value: Any, tensors: list[Tensor], statics: list[object]) -> None:
+        """Sort the leaves of ``value``, in pytree's order; only its commonest nodes quickly."""
+        kind = type(value)
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            statics.append(None)
+        elif kind in SIMPLE:
+            statics.append(self._static(name, value))
+        elif kind is list or kind is tuple:
+            statics.append((kind, len(value)))
+            for item in value:
+                self._flatten(name, item, tensors, statics)
+        elif kind is dict:
+            statics.append((kind, tuple(value)))
+            for item in value.values():
+                self._flatten(name, item, tensors, statics)
+        else:
+            items, tree = pytree.tree_flatten(value, is_leaf=lambda node: node is not value)
+            statics.append(tree)
+            if tree.is_leaf():
+                statics.append(self._static(name, value))
             else:
-                key.append(self._static(name, leaf))
+                self._flatten(name, items, tensors, statics)
 
     def _static(self, name: str, value: Any) -> object:
         try:

@@ -20,12 +20,13 @@ from iris.runtime.context import current
 from iris.spmd.binding import Binder, Bound, alias_key
 from iris.spmd.context import TraceContext, tracing
 from iris.spmd.control import Controller
-from iris.spmd.guards import Access, find_accesses, key_of
+from iris.spmd.guards import Access, find_accesses, instance_key, key_of, modes
+from iris.spmd.hits import MOST_HITS, Hit
 from iris.spmd.mesh import AbstractMesh
 from iris.spmd.misses import Misses
 from iris.spmd.modules import decorate_module, held_leaves, is_module
 from iris.spmd.options import Options
-from iris.spmd.statics import Same, static_key
+from iris.spmd.statics import Same
 
 if TYPE_CHECKING:
     from iris.spmd.explain import Explanation
@@ -51,6 +52,7 @@ class _State:
     )  # by key: NOTE [Same shard]
     signatures: dict[tuple[object, ...], None] = field(default_factory=dict)
     misses: Misses = field(default_factory=Misses)
+    hits: "list[Hit]" = field(default_factory=list)  # the newest first
 
 
 class SpmdFunction:
@@ -100,24 +102,32 @@ class SpmdFunction:
         if isinstance(self._options.mesh, Controller):
             __tracebackhide__ = True
             return self._options.mesh.call_program(self, instance, args, kwargs)
-        bound, program = self._find(instance, args, kwargs)
-        if program.executable is None:
-            from iris.spmd.program import prepare  # brings in the tracer, which is slow to import
-
-            prepare(program)
+        binder, state = self._bindings(instance)
+        bound = binder.bind(args, kwargs)
         try:
-            return program(bound.tensors)
+            for hit in state.hits:
+                if hit.fits(bound, instance):
+                    return hit.program(bound.tensors)
+            return self._run(self._find(instance, binder, bound, state), instance, bound, state)
         except CollectiveMismatchError as error:
             from iris.spmd.agreement import one_rank_retraces
-            from iris.spmd.program import prepare
 
             if not one_rank_retraces(error, self._options.name):
                 raise
-        binder, state = self._bindings(instance)
-        _, program = self._compile(instance, binder, bound, state)
-        if program.executable is None:
-            prepare(program)
-        return program(bound.tensors)
+        return self._run(self._compile(instance, binder, bound, state), instance, bound, state)
+
+    def _run(
+        self, found: "tuple[object, Program]", instance: Any, bound: Bound, state: _State
+    ) -> Any:
+        """A call that is not like the last ones, which it joins."""
+        from iris.spmd.program import prepare  # brings in the tracer, which is slow to import
+
+        key, program = found
+        prepare(program)
+        result = program(bound.tensors)
+        hit = Hit(key, program, bound, state.accesses.values(), instance)
+        state.hits = [hit, *(old for old in state.hits if old.key != key)][:MOST_HITS]
+        return result
 
     def _nested(
         self, outer: TraceContext, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -127,7 +137,7 @@ class SpmdFunction:
         bound = binder.bind(args, kwargs)
         self._find_accesses(instance, state)
         outside = tuple(key_of(access) for access in state.accesses.values())
-        key = (id(self), bound.key, outside, _instance_key(instance))
+        key = (id(self), bound.key, outside, instance_key(instance))
         from iris.spmd.inlining import call_inline
 
         return call_inline(self._function(instance), binder, bound, key, outer)
@@ -146,29 +156,32 @@ class SpmdFunction:
         if isinstance(self._options.mesh, Controller):
             mesh: Any = self._options.mesh
             return mesh.trace_program(self, instance, args, kwargs)  # type: ignore[no-any-return]
-        bound, program = self._find(instance, args, kwargs)
+        binder, state = self._bindings(instance)
+        bound = binder.bind(args, kwargs)
+        _, program = self._find(instance, binder, bound, state)
         from iris.spmd.program import prepare
         from iris.spmd.stages import Signature, Traced
 
-        return Traced(program, Signature(self._bindings(instance)[0], bound.key, prepare))
+        return Traced(program, Signature(binder, bound.key, prepare))
 
     def _find(
-        self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> "tuple[Bound, Program]":
-        binder, state = self._bindings(instance)
-        bound = binder.bind(args, kwargs)
+        self, instance: Any, binder: Binder, bound: Bound, state: _State
+    ) -> "tuple[object, Program]":
         key = self._key(instance, bound, state)
         program = state.programs.get(key)
         if program is None:
             key, program = self._compile(instance, binder, bound, state)
         state.programs.move_to_end(key)
-        return bound, program
+        return key, program
 
     def _compile(
         self, instance: Any, binder: Binder, bound: Bound, state: _State
     ) -> "tuple[object, Program]":
         fn = self._function(instance)
+        known = len(state.accesses)
         self._find_accesses(instance, state)
+        if len(state.accesses) > known:  # every key is longer now
+            state.hits.clear()
         check_lowering(self._options.lowering or config.lowering())
         held = held_leaves(instance)
         self._check_grad([*bound.tensors, *(leaf.value for leaf in held)])
@@ -189,9 +202,14 @@ class SpmdFunction:
             state.writing.add(base)
         key = self._key(instance, bound, state)
         state.programs[key] = program
+        for hit in reversed(state.hits):
+            if hit.key in state.programs:
+                state.programs.move_to_end(hit.key)
+        state.programs.move_to_end(key)
         while len(state.programs) > CACHED_PROGRAMS:
             old, _ = state.programs.popitem(last=False)
             state.variants.pop(old, None)
+            state.hits = [hit for hit in state.hits if hit.key != old]
         return key, program
 
     def _check_grad(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -220,7 +238,7 @@ class SpmdFunction:
         outside = tuple(key_of(access) for access in state.accesses.values())
         mesh = self._options.mesh
         where = mesh if isinstance(mesh, AbstractMesh) else Same(current())
-        key = (bound.key, outside, where, torch.get_default_dtype(), _instance_key(instance))
+        key = (bound.key, outside, where, modes(), instance_key(instance))
         if aliases and key in state.writing:
             return (key, alias_key(bound.tensors))
         return key
@@ -251,15 +269,6 @@ class SpmdMethod:
     def explain(self, *args: Any, **kwargs: Any) -> "Explanation":
         """See :meth:`SpmdFunction.explain`."""
         return self.trace(*args, **kwargs).lower().explain()
-
-
-def _instance_key(instance: Any) -> object:
-    if instance is None:
-        return None
-    try:
-        return static_key(instance)
-    except SpecError:
-        return Same(instance)
 
 
 def check_lowering(name: str) -> None:

@@ -10,6 +10,7 @@ import dis
 import importlib.util
 import sysconfig
 import types
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ class Access:
     after it.
     """
 
-    space: Any  # dict of globals, a cell, or the object itself
+    space: Any  # dict of globals, a cell, or a weak reference to the object itself
     name: str
     attributes: tuple[str, ...]
 
@@ -78,7 +79,15 @@ def _root(space: Any, name: str) -> Any:
             return space.cell_contents
         except ValueError:
             return MISSING
-    return space
+    return space() if isinstance(space, weakref.ref) else space
+
+
+def _weak(owner: object) -> object:
+    """A reference that does not keep a method's instance, with all its programs, alive."""
+    try:
+        return weakref.ref(owner)
+    except TypeError:
+        return owner
 
 
 def key_of(access: Access) -> object:
@@ -92,6 +101,33 @@ def key_of(access: Access) -> object:
         return static_key(value)
     except SpecError:
         return Same(value)
+
+
+def instance_key(instance: object) -> object:
+    """Cache-key entry for the instance whose method is called; None for a plain function."""
+    if instance is None:
+        return None
+    try:
+        return static_key(instance)
+    except SpecError:
+        return Same(instance)
+
+
+def modes() -> tuple[object, ...]:
+    """Cache-key entry for torch's modes, which a trace or a capture bakes in (``no_grad`` and
+    inference mode count as one).
+    """
+    casts = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in _CASTS]
+    return (
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        *casts,
+    )
+
+
+_CASTS = ("cpu", "cuda")
 
 
 def find_accesses(fn: types.FunctionType, owner: object = None) -> tuple[Access, ...]:
@@ -186,7 +222,7 @@ def _chains(
         elif step.opname in CLOSURE_OPS and step.argval in cells:
             start = (cells[step.argval], step.argval)
         elif first is not None and step.opname.startswith("LOAD_FAST") and step.argval == first:
-            start = (owner, first)
+            start = (_weak(owner), first)
 
 
 _STDLIB = Path(sysconfig.get_paths()["stdlib"])

@@ -28,8 +28,8 @@ from iris.spmd import local_rank
 from iris.spmd.agreement import resolve_types
 from iris.spmd.binding import Bound, alias_key, overlaps
 from iris.spmd.control import Controller
-from iris.spmd.decorator import CACHED_PROGRAMS, SpmdFunction, _instance_key
-from iris.spmd.guards import key_of
+from iris.spmd.decorator import CACHED_PROGRAMS, SpmdFunction
+from iris.spmd.guards import instance_key, key_of
 from iris.spmd.local_checks import check_claims, check_equal, check_grad
 from iris.spmd.local_rank import Binding, Definition, Hole, Meta, Request, Returned
 from iris.spmd.mesh import AbstractMesh, ProgramMesh
@@ -472,7 +472,7 @@ def _version(function: SpmdFunction, instance: Any) -> object:
     """Equal while a function, and what it reads from outside, is what it was."""
     _, state = function._bindings(instance)
     outside = [(key_of(access), _stamps(access.get())) for access in state.accesses.values()]
-    return tuple(outside), _instance_key(instance), _stamps(instance)
+    return tuple(outside), instance_key(instance), _stamps(instance)
 
 
 def _stamps(value: Any) -> tuple[int, ...]:

@@ -413,8 +413,11 @@ def _bind(request: Request, signature: _Signature) -> tuple[Program, list[Tensor
     for place, index in signature.holes:
         leaves[place] = signature.shards[index].to(device)
     args, kwargs = pytree.tree_unflatten(leaves, signature.tree)
-    bound, program = signature.function._find(signature.instance, args, kwargs)
-    return program, bound.tensors
+    function, instance = signature.function, signature.instance
+    binder, state = function._bindings(instance)
+    bound = binder.bind(args, kwargs)
+    _, program = function._find(instance, binder, bound, state)
+    return program, list(bound.tensors)
 
 
 def _store(signature: _Signature, outputs: Sequence[int]) -> list[Difference]:

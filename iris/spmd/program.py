@@ -62,31 +62,28 @@ class Program:
     executable: Executable | None = None
     runner: Runner | None = None
     _single: bool = field(init=False)
+    _written: list[int] = field(init=False)  # the inputs that the program writes to
 
     def __post_init__(self) -> None:
         self._single = self.out_tree.is_leaf() and self.outputs[0].kind == "value"
         self._single &= not self.graph.writes
+        names = [value.name for value in self.graph.inputs]
+        self._written = [names.index(target) for target, _ in self.graph.writes]
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """Run on this call's tensor leaves and put the result together."""
         assert self.runner is not None
         inputs = self._with_bases(tensors) if self.bases else tensors
-        with torch.no_grad():
-            values = self.runner((*inputs, *self.captured))
-            if self._single:
-                return values[0]
-            self._write(inputs, values)
+        values = self.runner((*inputs, *self.captured) if self.captured else inputs)
+        if self._single:
+            return values[0]
+        for target, value in zip(self._written, values[len(self.outputs) :], strict=True):
+            inputs[target].copy_(value)
         leaves = [
             value if out.kind == "value" else tensors[out.item] if out.kind == "input" else out.item
             for out, value in zip(self.outputs, values, strict=False)
         ]
         return pytree.tree_unflatten(leaves, self.out_tree)
-
-    def _write(self, inputs: Sequence[Tensor], values: Sequence[Any]) -> None:
-        """Give the caller's tensors the values that the program wrote to them."""
-        names = [value.name for value in self.graph.inputs]
-        for (target, _), value in zip(self.graph.writes, values[len(self.outputs) :], strict=True):
-            inputs[names.index(target)].copy_(value)
 
     def _with_bases(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         shared = {index for members in self.bases for index in members}
