@@ -69,6 +69,7 @@ _LAZY = {
     ),
     **dict.fromkeys(("signal", "wait"), "iris.device.signals"),
     "DeviceContext": "iris.device.context",
+    "quiet": "iris.device.copy_engine",
     "draw": "iris.spmd.drawing",
     "local_mesh": "iris.spmd.local",
     "parallelize": "iris.hf",

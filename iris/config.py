@@ -58,6 +58,13 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
 def _one_of(*names: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in names:
@@ -138,6 +145,13 @@ check = Knob(
     "0 or 1",
     "1 puts guard words behind every heap block and looks at them in barriers (slow).",
     in_cache_key=True,
+)
+copy_queue = Knob(
+    "IRIS_COPY_QUEUE",
+    _count,
+    lambda: 1024,
+    "a whole number above 0",
+    "Requests that a kernel can have in flight to a peer's copy engine before it waits.",
 )
 cache_dir = Knob(
     "IRIS_CACHE_DIR",

@@ -16,6 +16,7 @@ Any other dtype is refused at compile time.
 
 import triton.language as tl
 
+from iris.device import copy_engine
 from iris.device.ops import translate
 from iris.device.target import INTERPRETED, SYSTEM, device_function
 
@@ -31,8 +32,14 @@ def atomic_add(
     sem: tl.constexpr = None,
     scope: tl.constexpr = SYSTEM,
     hint: tl.constexpr = None,
+    copy_engine_ctx=None,
+    use_copy_engine: tl.constexpr = False,
 ):
-    """Add ``val`` to what ``to_rank`` has at ``pointer``."""
+    """Add ``val`` to what ``to_rank`` has at ``pointer``.
+
+    With ``use_copy_engine`` it only asks for that, after what was asked for ``to_rank`` before: on
+    one integer of 32 or 64 bits, without ``mask``, and it returns 0.
+    """
     ELEMENT: tl.constexpr = pointer.dtype.element_ty
     tl.static_assert(
         ELEMENT.primitive_bitwidth >= 32 or ELEMENT.is_floating(),
@@ -43,7 +50,13 @@ def atomic_add(
         "atomic_add: Triton's interpreter has no bfloat16 add; use float32 on CPU ranks",
     )
     target = translate(pointer, heap_bases, from_rank, to_rank, hint)
-    return tl.atomic_add(target, val, mask=mask, sem=sem, scope=scope)
+    if use_copy_engine:
+        tl.static_assert(mask is None, "atomic_add: use_copy_engine takes no mask")
+        copy_engine.add(copy_engine_ctx, to_rank, target, val)
+        old = tl.cast(0, ELEMENT)
+    else:
+        old = tl.atomic_add(target, val, mask=mask, sem=sem, scope=scope)
+    return old
 
 
 @device_function

@@ -17,6 +17,7 @@ it and run on for as many elements; it is needed only where Triton cannot see th
 
 import triton.language as tl
 
+from iris.device import copy_engine
 from iris.device.target import device_function
 
 # Two entries of a table differ by a multiple of this many bytes: allocations are aligned to more.
@@ -95,11 +96,22 @@ def put(
     load_cache_modifier: tl.constexpr = None,
     store_cache_modifier: tl.constexpr = None,
     hint: tl.constexpr = None,
+    copy_engine_ctx=None,
+    use_copy_engine: tl.constexpr = False,
 ):
-    """Copy from ``from_ptr`` here to ``to_ptr`` on ``to_rank``. ``from_rank`` is the caller."""
+    """Copy from ``from_ptr`` here to ``to_ptr`` on ``to_rank``. ``from_rank`` is the caller.
+
+    With ``use_copy_engine`` it only asks for the copy, of what ``from_ptr`` points to until
+    ``iris.quiet`` returns; a block that is no rectangle is copied at once all the same.
+    """
     target = translate(to_ptr, heap_bases, from_rank, to_rank, hint)
-    value = tl.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
-    tl.store(target, value, mask=mask, cache_modifier=store_cache_modifier)
+    if use_copy_engine:
+        if not copy_engine.put(copy_engine_ctx, to_rank, target, from_ptr, mask):
+            value = tl.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
+            tl.store(target, value, mask=mask, cache_modifier=store_cache_modifier)
+    else:
+        value = tl.load(from_ptr, mask=mask, other=other, cache_modifier=load_cache_modifier)
+        tl.store(target, value, mask=mask, cache_modifier=store_cache_modifier)
 
 
 @device_function

@@ -80,8 +80,39 @@ def _compiled_fence_bulk(_semantic: Any = None) -> Any:
     )
 
 
+@tl.core.extern
+def _compiled_fence_system(_semantic: Any = None) -> Any:
+    zero = _semantic.to_tensor(0)
+    return tl.inline_asm_elementwise(
+        "fence.acq_rel.sys; mov.u32 $0, $1;",
+        "=r,r,~{memory}",
+        [zero],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+        _semantic=_semantic,
+    )
+
+
+@tl.core.extern
+def _compiled_publish(ptr: Any, value: Any, _semantic: Any = None) -> Any:
+    """Store to a word that the host reads, after all that this program's threads stored before.
+
+    An atomic would do on AMD. NVIDIA GPUs may carry out one on host memory as a read and a write.
+    """
+    _compiled_together(_semantic=_semantic)
+    if _semantic.builder.options.backend_name != "cuda":
+        return tl.atomic_xchg(ptr, value, sem="release", scope="sys", _semantic=_semantic)
+    _compiled_fence_system(_semantic=_semantic)
+    return tl.store(ptr, value, _semantic=_semantic)
+
+
 def _interpreted_nothing() -> None:
     pass
+
+
+def _interpreted_publish(ptr: Any, value: Any) -> None:
+    tl.atomic_xchg(ptr, value, sem="release", scope="sys")
 
 
 def _interpreted_clock(polls: Any) -> Any:
@@ -98,6 +129,7 @@ def _interpreted_load_acquire(ptr: Any, mask: Any) -> Any:
 together = _interpreted_nothing if INTERPRETED.value else _compiled_together
 # What was acquired by a wait is seen by loads through tensor descriptors too.
 fence_bulk = _interpreted_nothing if INTERPRETED.value else _compiled_fence_bulk
+publish = _interpreted_publish if INTERPRETED.value else _compiled_publish
 clock = _interpreted_clock if INTERPRETED.value else _compiled_clock
 load_acquire = _interpreted_load_acquire if INTERPRETED.value else _compiled_load_acquire
 

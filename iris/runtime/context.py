@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from iris import config
-from iris.errors import ConfigError, IrisError, UnsupportedError
+from iris.errors import ConfigError, IrisError
 from iris.logging import RankLogging
 from iris.runtime.board import CLOSED, FAILED, Board, Page
 from iris.runtime.broadcast import broadcast
 from iris.runtime.contacts import meet
 from iris.runtime.copy_engine import CopyEngine
+from iris.runtime.copy_proxy import Engine
 from iris.runtime.creation import Creation
 from iris.runtime.devices import Placement, compute_units, sharing
 from iris.runtime.groups import Group
@@ -47,7 +48,8 @@ def iris(
     Collective over the world.
 
     ``heap_size`` is in bytes for each rank. ``allocator_type`` is "torch", "vmem" or "symm_mem"
-    (``IRIS_ALLOCATOR`` overrides it). Ranks are found from torch.distributed, from torchrun's or
+    (``IRIS_ALLOCATOR`` overrides it). ``engines=("sdma",)`` adds the copy engine (``ctx.put``), on
+    all ranks or on none. Ranks are found from torch.distributed, from torchrun's or
     ``iris.launch``'s variables, or else this process is a world of one.
 
     Example::
@@ -103,6 +105,7 @@ class Iris(Creation, CopyEngine, RankLogging):
         self._tables: dict[str, Tensor] = {}
         self._barriers: dict[int, DeviceBarrier] = {}
         self._watchdog: Watchdog | None = None
+        self._engine: Engine | None = None
         self._closed = False
 
     @classmethod
@@ -110,26 +113,33 @@ class Iris(Creation, CopyEngine, RankLogging):
         cls, heap_size: int, allocator_type: str, engines: str | Sequence[str] = ()
     ) -> "Iris":
         """Meet the other ranks and build the heap. See ``iris``."""
-        kind = _checked(heap_size, allocator_type, engines)
+        kind, engines = _checked(heap_size, allocator_type, engines)
         heap_size = int(heap_size)
         rendezvous = Rendezvous.join()
         placement = Placement.choose(rendezvous.local_rank)
         board = Board(rendezvous.rank, Page.create())
         try:
-            return cls._build(rendezvous, placement, board, heap_size, kind)
+            return cls._build(rendezvous, placement, board, heap_size, kind, engines)
         except BaseException as error:
             board.leave(FAILED, describe(error))
             raise
 
     @classmethod
     def _build(
-        cls, rendezvous: Rendezvous, placement: Placement, board: Board, heap_size: int, kind: str
+        cls,
+        rendezvous: Rendezvous,
+        placement: Placement,
+        board: Board,
+        heap_size: int,
+        kind: str,
+        engines: tuple[str, ...],
     ) -> "Iris":
         uuids = meet(rendezvous, board, placement)
         world = Group(board, None, range(rendezvous.size))
-        what = (
-            f"iris.iris(heap_size={heap_size}, allocator_type={kind!r}) on {placement.device.type}"
-        )
+        options = f"heap_size={heap_size}, allocator_type={kind!r}"
+        if engines:
+            options += f", engines={engines!r}"
+        what = f"iris.iris({options}) on {placement.device.type}"
         world.sync(zlib.crc32(what.encode()), what)
         board.page.segment.seal()
         gpus = len({uuid for uuid in uuids if uuid != "cpu"})
@@ -143,6 +153,8 @@ class Iris(Creation, CopyEngine, RankLogging):
             self._watchdog = Watchdog(board, self.watch)
             self._watchdog.start()
             _load_barrier(self)
+        if engines:
+            self._engine = Engine(self)
         self._become_current()
         if self.cur_rank == 0 and 0 < gpus < self.num_ranks:
             self.info(f"simulation: {self.num_ranks} ranks run on {gpus} GPU{'s' * (gpus > 1)}")
@@ -168,6 +180,8 @@ class Iris(Creation, CopyEngine, RankLogging):
     def barrier(self, stream: "torch.cuda.Stream | None" = None, group: Ranks = None) -> None:
         """Wait for this rank's GPU (or only for ``stream``), then for every rank of ``group``.
 
+        The GPU's copy engine counts as part of it.
+
         Raises ``PeerError`` for a rank that is gone and ``TimeoutError`` for one that does not
         come.
         """
@@ -176,6 +190,8 @@ class Iris(Creation, CopyEngine, RankLogging):
         elif self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self.watch.check(synchronized=True)
+        if self._engine is not None and stream is None:
+            self._engine.settle()
         self.heap.check_guards()
         members = self.group(group)
         members.sync(_BARRIER, f"barrier of ranks {members.ranks}")
@@ -294,6 +310,12 @@ class Iris(Creation, CopyEngine, RankLogging):
         else:
             self._leave(FAILED, describe(error))
 
+    def check_usable(self) -> None:
+        """Raise ``IrisError`` in a forked process, or where this context is closed."""
+        self._board.check_process()
+        if self._closed:
+            raise IrisError("this iris context is closed", help="create one with iris.iris()")
+
     def _table(self, name: str, values: Sequence[int], dtype: torch.dtype) -> Tensor:
         if name not in self._tables:
             self._tables[name] = torch.tensor(values, dtype=dtype, device=self.device)
@@ -320,6 +342,8 @@ class Iris(Creation, CopyEngine, RankLogging):
         global _current
         if self._closed:
             return
+        if self._engine is not None:
+            self._engine.close(abandon=state == FAILED)
         self._closed = True
         if _current is self:
             _current = None
@@ -373,8 +397,10 @@ def _leave_at_exit(ref: "weakref.ref[Iris]") -> None:
         self.close()
 
 
-def _checked(heap_size: int, allocator_type: str, engines: str | Sequence[str]) -> str:
-    """Check the arguments of ``iris`` and return the kind of allocator in force."""
+def _checked(
+    heap_size: int, allocator_type: str, engines: str | Sequence[str]
+) -> tuple[str, tuple[str, ...]]:
+    """Check the arguments of ``iris`` and return the kind of allocator in force, and engines."""
     if heap_size <= 0 or heap_size != int(heap_size):
         raise ConfigError(f"heap_size={heap_size!r} must be a number of bytes above 0")
     kind = config.allocator.read(allocator_type, "allocator_type")
@@ -384,8 +410,4 @@ def _checked(heap_size: int, allocator_type: str, engines: str | Sequence[str]) 
     unknown = [name for name in names if name != "sdma"]
     if unknown:
         raise ConfigError(f"engines={engines!r} is not allowed", help="use () or ('sdma',)")
-    if names:
-        raise UnsupportedError(
-            "the SDMA copy engine is not in this version", help="leave engines=() out"
-        )
-    return kind
+    return kind, names

@@ -1,38 +1,318 @@
-"""The copy engine's part of the Iris class. This version has no copy engine, and says so."""
+"""The copy engine's part of the Iris class: copies to peers that use no SM of the GPU."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from iris.errors import UnsupportedError
+from iris.errors import ConfigError, UnsupportedError
+from iris.runtime.callsite import user_line
+from iris.runtime.copy_lanes import Mark, Op, Wait
+from iris.runtime.rectangles import rectangles
+
+if TYPE_CHECKING:
+    from iris.runtime.copy_proxy import Engine
+    from iris.runtime.heap import Heap
+
+CHANNELS = 16
+_FLAGS = (torch.int32, torch.int64, torch.uint32, torch.uint64)
+
+Flag = Tensor | None
+Place = Tensor | int
 
 
 class CopyEngine:
-    """Host methods that need ``engines=("sdma",)``. Without it each raises a RuntimeError."""
+    """Host methods that need ``engines=("sdma",)``. Without it each raises a RuntimeError.
+
+    What goes to one peer on one channel happens in order, after the work of the current stream so
+    far. ``async_op=False`` returns when it has happened, and with it all that went there before;
+    otherwise ``quiet`` waits. In a capture nothing blocks: the capturing stream waits instead, and
+    an ``async_op`` needs its ``quiet`` in the same capture.
+
+    Flags have one element, int32, int64, uint32 or uint64, on the heap. ``wait_flag`` is this
+    rank's: the copy begins when it is at or past ``wait_value``, by the difference, so values may
+    wrap. ``signal_flag`` names the flag of ``to_rank``, which is set to ``signal_value`` when all
+    of the data is there; with ``signal_op="add"`` that is added to it. Waits are bounded by
+    ``IRIS_TIMEOUT``. Wrong arguments raise ``ConfigError``, a ValueError, that names all of them.
+    """
+
+    cur_rank: int
+    num_ranks: int
+    device: torch.device
+    heap: "Heap"
+    _engine: "Engine | None"
 
     def get_copy_engine_ctx(self) -> Tensor | None:
-        """Return the copy engine's device context: None, as this context has no copy engine."""
+        """Return what kernels pass on as ``copy_engine_ctx``: int64[num_ranks, 8], or None.
+
+        Row r has the addresses of the queue to rank r, its read pointer, write pointer and
+        doorbell, then the size of the queue. None without ``engines=("sdma",)``.
+        """
+        if self._engine is None:
+            return None
+        self._engine.check()
+        self._engine.exposed = True
+        self._engine.wake()
+        return self._engine.context
+
+    def put(
+        self,
+        from_tensor: Tensor,
+        to_rank: int,
+        to_tensor: Tensor | None = None,
+        wait_flag: Flag = None,
+        wait_value: int | None = None,
+        signal_flag: Flag = None,
+        signal_value: int = 1,
+        async_op: bool = False,
+        channel: int = 0,
+        *,
+        signal_op: str = "set",
+    ) -> None:
+        """Copy ``from_tensor`` to where ``to_rank`` has ``to_tensor`` (by default: itself).
+
+        ``to_tensor`` is this rank's tensor on the heap, of the same shape and dtype; both may be
+        strided. An empty copy does nothing but wait and signal. For the rest see ``CopyEngine``.
+
+        Example::
+
+            ctx = iris.iris(1 << 20, engines="sdma")
+            x, ready = ctx.ones(8), ctx.zeros(1, dtype=torch.int32)
+            ctx.put(x, to_rank=0, signal_flag=ready)
+        """
+        call = _Call(self, "put", to_rank, channel)
+        call.same_layouts(from_tensor, from_tensor if to_tensor is None else to_tensor)
+        call.flags(wait_flag, wait_value, signal_flag, signal_value, signal_op)
+        call.submit(async_op)
+
+    def put_tile(
+        self,
+        tile: Tensor,
+        to_rank: int,
+        to_ptr: Place,
+        to_stride: int,
+        wait_flag: Flag = None,
+        wait_value: int | None = None,
+        signal_flag: Flag = None,
+        signal_value: int = 1,
+        async_op: bool = False,
+        channel: int = 0,
+        *,
+        signal_op: str = "set",
+    ) -> None:
+        """Copy a 2-D ``tile`` to rows that start every ``to_stride`` bytes from ``to_ptr``.
+
+        ``to_ptr`` is an address on ``to_rank``, as this process maps it
+        (``ctx.heap.peer_tensor(x, to_rank).data_ptr()``), or this rank's tensor whose place on
+        ``to_rank`` is meant. For the rest see ``CopyEngine``.
+
+        Example::
+
+            ctx.put_tile(x[:64, :32], 1, to_ptr=y, to_stride=y.stride(0) * y.element_size())
+        """
+        call = _Call(self, "put_tile", to_rank, channel)
+        call.tile("tile", tile, "to_ptr", to_ptr, to_stride)
+        call.flags(wait_flag, wait_value, signal_flag, signal_value, signal_op)
+        call.submit(async_op)
+
+    def put_tiles(
+        self,
+        tiles: Sequence[Tensor],
+        to_rank: int,
+        to_ptrs: Sequence[Place],
+        to_strides: Sequence[int],
+        wait_flag: Flag = None,
+        wait_value: int | None = None,
+        signal_flag: Flag = None,
+        signal_value: int = 1,
+        async_op: bool = False,
+        channel: int = 0,
+        *,
+        signal_op: str = "set",
+    ) -> None:
+        """Copy many tiles as ``put_tile`` does: one wait before all, one signal after all."""
+        call = _Call(self, "put_tiles", to_rank, channel)
+        lengths = len(tiles), len(to_ptrs), len(to_strides)
+        if len(set(lengths)) > 1:
+            tell = "tiles, to_ptrs, to_strides: {} tiles, {} pointers and {} strides"
+            call.problems.append(tell.format(*lengths))
+        for i, place in enumerate(zip(tiles, to_ptrs, to_strides, strict=False)):
+            call.tile(f"tiles[{i}]", place[0], f"to_ptrs[{i}]", place[1], place[2])
+        call.flags(wait_flag, wait_value, signal_flag, signal_value, signal_op)
+        call.submit(async_op)
+
+    def quiet(self, to_rank: int | None = None, channel: int = 0) -> None:
+        """Wait until what went to ``to_rank`` (None: any rank) on ``channel`` is there.
+
+        Raises ``TimeoutError`` where a wait ran out.
+        """
+        peers = range(self.num_ranks) if to_rank is None else [to_rank]
+        for peer in peers:
+            call = _Call(self, "quiet", peer, channel)
+            call.check()
+            call.engine.finish((peer, channel))
+
+
+class _Call:
+    """One call on the way: its problems, and the operations that it comes to."""
+
+    def __init__(self, ctx: CopyEngine, name: str, to_rank: int, channel: int) -> None:
+        if ctx._engine is None:
+            raise UnsupportedError(
+                f"{name} needs the copy engine, which is disabled in this context",
+                help='create it on every rank: iris.iris(engines=("sdma",))',
+            )
+        ctx._engine.check()
+        self.engine = ctx._engine
+        self.problems: list[str] = []
+        self._ctx, self._name = ctx, name
+        self._peer, self._channel = to_rank, channel
+        self._copies: list[Op] = []
+        self._before: list[Op] = []
+        self._after: list[Op] = []
+        if not (type(to_rank) is int and 0 <= to_rank < ctx.num_ranks):
+            self.problems.append(f"to_rank={to_rank!r}: ranks are 0 to {ctx.num_ranks - 1}")
+            self._peer = ctx.cur_rank
+        if not (type(channel) is int and 0 <= channel < CHANNELS):
+            self.problems.append(f"channel={channel!r}: channels are 0 to {CHANNELS - 1}")
+
+    def same_layouts(self, source: Any, target: Any) -> None:
+        """Add the copy of a tensor to the peer's place of another."""
+        names = ("from_tensor",) if target is source else ("from_tensor", "to_tensor")
+        if not all(map(self._here, names, (source, target))):
+            return
+        if (source.shape, source.dtype) != (target.shape, target.dtype):
+            shapes = f"{_kind(target)}, from_tensor is {_kind(source)}"
+            self.problems.append(f"to_tensor: {shapes}")
+            return
+        dst = self._there(names[-1], target) if target.numel() else 0
+        if dst is not None:
+            self._copy(dst, _strides(target), source)
+
+    def tile(self, name: str, tile: Any, ptr_name: str, ptr: Any, stride: Any) -> None:
+        """Add the copy of a tile."""
+        if not self._here(name, tile):
+            return
+        if tile.dim() != 2:
+            self.problems.append(f"{name}: {_kind(tile)} has not 2 dims")
+            return
+        item, (rows, columns) = tile.element_size(), tile.shape
+        if type(stride) is not int or (rows > 1 and stride < columns * item):
+            row = f"a row of {_kind(tile)} has {columns * item} bytes"
+            self.problems.append(f"stride {stride!r} of {name}: {row}")
+            return
+        dst = self._address(ptr_name, ptr) if tile.numel() else 0
+        if dst is None:
+            return
+        end = dst + (rows - 1) * stride + columns * item
+        if tile.numel() and not self._ctx.heap.holds(self._peer, dst, end):
+            where = f"{end - dst} bytes there are not all on the heap of rank {self._peer}"
+            self.problems.append(f"{ptr_name}={dst:#x}: {where}")
+            return
+        self._copy(dst, (stride, item), tile)
+
+    def flags(self, wait: Flag, least: int | None, signal: Flag, value: int, op: str) -> None:
+        """Add the wait before and the signal after."""
+        if (wait is None) != (least is None):
+            self.problems.append("wait_flag and wait_value: give both or none")
+        elif wait is not None and least is not None and self._flag("wait_flag", wait, least):
+            what = f"{self._name} of rank {self._ctx.cur_rank} to rank {self._peer}"
+            self._before = [Wait(wait.data_ptr(), least, wait.itemsize == 8, what)]
+        if op not in ("set", "add"):
+            self.problems.append(f"signal_op={op!r}: it is 'set' or 'add'")
+        if signal is not None and self._flag("signal_flag", signal, value):
+            there = self._there("signal_flag", signal)
+            if there is not None:
+                self._after = [Mark(there, value, signal.itemsize == 8, op == "add")]
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` that lists all problems."""
+        if self.problems:
+            count = len(self.problems)
+            misfit = f"{count} arguments do" if count > 1 else "1 argument does"
+            lines = [
+                f"{self._name}: {misfit} not fit",
+                f"  at {user_line()}, rank {self._ctx.cur_rank} of {self._ctx.num_ranks}",
+                *(f"  {problem}" for problem in self.problems),
+            ]
+            raise ConfigError(
+                "\n".join(lines),
+                help="copies go to this context's tensors (ctx.zeros, ctx.as_symmetric), element "
+                "by element",
+            )
+
+    def submit(self, async_op: bool) -> None:
+        """Hand the operations over, and unless ``async_op`` wait for them."""
+        self.check()
+        key = self._peer, self._channel
+        ops = [*self._before, *self._copies, *self._after]
+        if ops:
+            self.engine.submit(key, ops)
+            if not async_op:
+                self.engine.finish(key)
+
+    def _copy(self, dst: int, strides: Sequence[int], source: Tensor) -> None:
+        try:
+            self._copies += rectangles(
+                dst,
+                strides,
+                source.data_ptr(),
+                _strides(source),
+                source.shape,
+                source.element_size(),
+            )
+        except ConfigError as error:
+            self.problems.append(error.message)
+
+    def _here(self, name: str, tensor: Any) -> bool:
+        """Whether a tensor can be read by this rank's copy engine."""
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            self.problems.append(f"{name}: {type(tensor).__name__} is no strided tensor")
+            return False
+        if tensor.device != self._ctx.device:
+            self.problems.append(f"{name}: on {tensor.device}, this rank is on {self._ctx.device}")
+            return False
+        return True
+
+    def _there(self, name: str, tensor: Tensor) -> int | None:
+        """Address, in this process, of the peer's tensor at the same place."""
+        found = self._ctx.heap.find(tensor)
+        if found is None:
+            self.problems.append(f"{name}: not on the symmetric heap")
+            return None
+        block, at = found
+        if self._peer not in block.ranks:
+            self.problems.append(f"{name}: only ranks {block.ranks} allocated it")
+            return None
+        return block.peers[block.ranks.index(self._peer)] + at
+
+    def _address(self, name: str, ptr: Any) -> int | None:
+        if isinstance(ptr, Tensor):
+            return self._there(name, ptr) if self._here(name, ptr) else None
+        if type(ptr) is int:
+            return ptr
+        self.problems.append(f"{name}: {type(ptr).__name__} is neither an address nor a tensor")
         return None
 
-    def put(self, *args: Any, **kwargs: Any) -> None:
-        """Copy through the copy engine. Raises ``UnsupportedError`` (a RuntimeError)."""
-        raise _disabled("put")
-
-    def put_tile(self, *args: Any, **kwargs: Any) -> None:
-        """Copy a tile through the copy engine. Raises like ``put``."""
-        raise _disabled("put_tile")
-
-    def put_tiles(self, *args: Any, **kwargs: Any) -> None:
-        """Copy tiles through the copy engine. Raises like ``put``."""
-        raise _disabled("put_tiles")
-
-    def quiet(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for the copy engine. Raises like ``put``."""
-        raise _disabled("quiet")
+    def _flag(self, name: str, flag: Any, value: Any) -> bool:
+        if not self._here(name, flag):
+            return False
+        if flag.numel() != 1 or flag.dtype not in _FLAGS:
+            kinds = "one int32, int64, uint32 or uint64"
+            self.problems.append(f"{name}: {_kind(flag)} is not {kinds}")
+            return False
+        bits = 8 * flag.itemsize
+        if type(value) is not int or not -(1 << (bits - 1)) <= value < 1 << bits:
+            title = name.replace("flag", "value")
+            self.problems.append(f"{title}={value!r}: no integer of {bits} bits")
+            return False
+        return True
 
 
-def _disabled(name: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{name} needs the copy engine, which is disabled in this context",
-        help="use torch's copy_ on ctx.heap.peer_tensor(...), or iris.put inside a kernel",
-    )
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    return [step * tensor.element_size() for step in tensor.stride()]

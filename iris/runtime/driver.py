@@ -1,4 +1,4 @@
-"""The few driver calls that torch does not offer: memory shared by a handle.
+"""The few driver calls that torch does not offer: memory shared by a handle, copies on a stream.
 
 Torch's own sharing of tensors hands out pieces of its caching allocator, fails under expandable
 segments, and leaves counters in /dev/shm behind when a rank is killed; one plain allocation and
@@ -6,7 +6,17 @@ its handle have none of this.
 """
 
 import ctypes
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_void_p
+from ctypes import (
+    POINTER,
+    byref,
+    c_char_p,
+    c_int,
+    c_size_t,
+    c_ubyte,
+    c_uint,
+    c_ulonglong,
+    c_void_p,
+)
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +24,10 @@ import torch
 
 from iris.errors import IrisError, UnsupportedError
 
+_HELP = (
+    "see whether the GPU has room for heap_size, and whether ranks may share memory (containers "
+    "need one IPC namespace)"
+)
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 
@@ -22,12 +36,45 @@ class _Handle(ctypes.Structure):
     _fields_ = (("bytes", c_ubyte * _HANDLE_BYTES),)
 
 
+class _Plane(ctypes.Structure):
+    """CUDA_MEMCPY2D, one side of it."""
+
+    _fields_ = (
+        ("x", c_size_t),
+        ("y", c_size_t),
+        ("kind", c_uint),
+        ("host", c_void_p),
+        ("device", c_void_p),
+        ("array", c_void_p),
+        ("pitch", c_size_t),
+    )
+
+
+class _Rectangle(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = (("src", _Plane), ("dst", _Plane), ("width", c_size_t), ("height", c_size_t))
+
+
+_ANY_MEMORY = 4  # CU_MEMORYTYPE_UNIFIED, hipMemcpyDefault: the driver looks at the addresses
+_INDEPENDENT = 1  # of the default stream
+_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, by the difference
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
 _CUDA = {
     "allocate": "cuMemAlloc_v2",
     "free": "cuMemFree_v2",
     "export": "cuIpcGetMemHandle",
     "open": "cuIpcOpenMemHandle_v2",
     "close": "cuIpcCloseMemHandle",
+    "stream": "cuStreamCreate",
+    "copy": "cuMemcpyAsync",
+    "copy_rows": "cuMemcpy2DAsync_v2",
+    "wait32": "cuStreamWaitValue32_v2",
+    "wait64": "cuStreamWaitValue64_v2",
+    "write32": "cuStreamWriteValue32_v2",
+    "write64": "cuStreamWriteValue64_v2",
+    "capture_mode": "cuThreadExchangeStreamCaptureMode",
 }
 _HIP = {
     "allocate": "hipMalloc",
@@ -35,25 +82,50 @@ _HIP = {
     "export": "hipIpcGetMemHandle",
     "open": "hipIpcOpenMemHandle",
     "close": "hipIpcCloseMemHandle",
+    "stream": "hipStreamCreateWithFlags",
+    "copy": "hipMemcpyAsync",
+    "copy_rows": "hipMemcpy2DAsync",
+    "wait32": "hipStreamWaitValue32",
+    "wait64": "hipStreamWaitValue64",
+    "write32": "hipStreamWriteValue32",
+    "write64": "hipStreamWriteValue64",
+    "capture_mode": "hipThreadExchangeStreamCaptureMode",
 }
-_ARGUMENTS = {
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "allocate": (POINTER(c_void_p), c_size_t),
     "free": (c_void_p,),
     "export": (POINTER(_Handle), c_void_p),
     "open": (POINTER(c_void_p), _Handle, c_uint),
     "close": (c_void_p,),
+    "stream": (POINTER(c_void_p), c_uint),
+    "copy": (c_void_p, c_void_p, c_size_t, c_void_p),
+    "copy_rows": (POINTER(_Rectangle), c_void_p),
+    "wait32": (c_void_p, c_void_p, c_uint, c_uint),
+    "wait64": (c_void_p, c_void_p, c_ulonglong, c_uint),
+    "write32": (c_void_p, c_void_p, c_uint, c_uint),
+    "write64": (c_void_p, c_void_p, c_ulonglong, c_uint),
+    "capture_mode": (POINTER(c_uint),),
+}
+# HIP takes the kind of a copy, and a mask of the bits that a wait looks at.
+_HIP_ARGUMENTS: dict[str, tuple[Any, ...]] = _ARGUMENTS | {
+    "copy": (c_void_p, c_void_p, c_size_t, c_uint, c_void_p),
+    "copy_rows": (c_void_p, c_size_t, c_void_p, c_size_t, c_size_t, c_size_t, c_uint, c_void_p),
+    "wait32": (c_void_p, c_void_p, c_uint, c_uint, c_uint),
+    "wait64": (c_void_p, c_void_p, c_ulonglong, c_uint, c_ulonglong),
 }
 
 
 class Driver:
-    """Allocate memory on the current device, and share it between processes."""
+    """Allocate memory on the current device, share it between processes, copy it on streams."""
 
-    def __init__(self, library: ctypes.CDLL, names: dict[str, str]) -> None:
+    def __init__(self, library: ctypes.CDLL, hip: bool) -> None:
         self._calls: dict[str, Any] = {}
-        for call, name in names.items():
+        for call, name in (_HIP if hip else _CUDA).items():
             function = getattr(library, name)
-            function.argtypes, function.restype = _ARGUMENTS[call], c_int
+            function.argtypes = (_HIP_ARGUMENTS if hip else _ARGUMENTS)[call]
+            function.restype = c_int
             self._calls[call] = function
+        self._hip = hip
         self._library = library
 
     @classmethod
@@ -62,7 +134,7 @@ class Driver:
         hip = torch.version.hip is not None
         try:
             path = _loaded("libamdhip64") if hip else "libcuda.so.1"
-            return cls(ctypes.CDLL(path), _HIP if hip else _CUDA)
+            return cls(ctypes.CDLL(path), hip)
         except (OSError, AttributeError) as error:
             raise UnsupportedError(f"cannot use the GPU driver: {error}") from error
 
@@ -93,14 +165,61 @@ class Driver:
         """Unmap what ``open`` returned."""
         self._calls["close"](address)
 
-    def _do(self, call: str, *args: Any, why: str) -> None:
+    def stream(self) -> int:
+        """Return a new stream of the current device, independent of the default stream."""
+        pointer = c_void_p()
+        self._do("stream", byref(pointer), _INDEPENDENT, why="make a stream", help=None)
+        return pointer.value or 0
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        """Copy between any two places of memory, in the order of ``stream``."""
+        kind = (_ANY_MEMORY,) if self._hip else ()
+        self._do("copy", dst, src, nbytes, *kind, stream, why="copy", help=None)
+
+    def copy_rows(
+        self,
+        dst: int,
+        dst_pitch: int,
+        src: int,
+        src_pitch: int,
+        width: int,
+        height: int,
+        stream: int,
+    ) -> None:
+        """Copy ``height`` rows of ``width`` bytes that start every so many bytes."""
+        args: tuple[Any, ...] = (dst, dst_pitch, src, src_pitch, width, height, _ANY_MEMORY)
+        if not self._hip:
+            planes = [
+                _Plane(0, 0, _ANY_MEMORY, None, at, None, pitch)
+                for at, pitch in ((src, src_pitch), (dst, dst_pitch))
+            ]
+            args = (byref(_Rectangle(*planes, width, height)),)
+        self._do("copy_rows", *args, stream, why="copy rows", help=None)
+
+    def wait(self, address: int, value: int, wide: bool, stream: int) -> None:
+        """Hold ``stream`` until the word is at or past ``value``, by the difference."""
+        bits = 64 if wide else 32
+        mask = ((1 << bits) - 1,) if self._hip else ()
+        value %= 1 << bits
+        args = (stream, address, value, _AT_LEAST, *mask)
+        self._do(f"wait{bits}", *args, why="make a stream wait", help=None)
+
+    def write(self, address: int, value: int, wide: bool, stream: int) -> None:
+        """Write a word once all before it on ``stream`` is done and visible."""
+        bits = 64 if wide else 32
+        args = (stream, address, value % (1 << bits), 0)
+        self._do(f"write{bits}", *args, why="write from a stream", help=None)
+
+    def allow_captures(self) -> None:
+        """Let this thread work while other threads capture graphs, and not spoil them."""
+        self._do("capture_mode", byref(c_uint(_RELAXED)), why="set the capture mode", help=None)
+
+    def _do(self, call: str, *args: Any, why: str, help: str | None = _HELP) -> None:
         status = self._calls[call](*args)
         if status:
             name = self._calls[call].__name__
             raise IrisError(
-                f"cannot {why}: {name} returned {status} ({self._name(status)})",
-                help="see whether the GPU has room for heap_size, and whether ranks may share "
-                "memory (containers need one IPC namespace)",
+                f"cannot {why}: {name} returned {status} ({self._name(status)})", help=help
             )
 
     def _name(self, status: int) -> str:

@@ -66,7 +66,7 @@ class Group:
         self.key = _key(self.ranks)
         self.epoch = 0
         self.heap = heap
-        self._board = board
+        self.board = board
         self._slot = board.page.claim(self.key)
         self._slots: list[Slot | None] = [None] * self.size
         self._slots[self.index] = self._slot
@@ -84,7 +84,7 @@ class Group:
         usable), ``PeerError`` where a member died, closed or failed, and ``TimeoutError`` after
         ``IRIS_TIMEOUT`` seconds; each quotes ``what``.
         """
-        self._board.check_process()
+        self.board.check_process()
         epoch = self.epoch + 1
         parity = epoch & 1
         if self._said[parity] != what:
@@ -162,19 +162,19 @@ class Group:
     def _seen(self, index: int, parity: int) -> int:
         slot = self._slots[index]
         if slot is None:
-            slot = self._slots[index] = self._board.pages[self.ranks[index]].find(self.key)
+            slot = self._slots[index] = self.board.pages[self.ranks[index]].find(self.key)
         return 0 if slot is None else slot.words[parity]
 
     def _check(self, parity: int, word: int, what: str, waited: float) -> None:
         # A peer may publish and then leave: look at its state first and at its word after that.
-        troubles = {rank: self._board.trouble(rank) for rank in self.ranks}
+        troubles = {rank: self.board.trouble(rank) for rank in self.ranks}
         missing = [
             rank
             for index, rank in enumerate(self.ranks)
             if (self._seen(index, parity) ^ word) & _LOW
         ]
         reasons = [text for rank in missing if (text := troubles[rank]) is not None]
-        me = self._board.rank
+        me = self.board.rank
         if reasons:
             raise PeerError("; ".join(reasons) + f"\n  rank {me} was waiting for it in: {what}")
         if missing and waited > config.timeout():

@@ -138,6 +138,11 @@ class Heap:
                 return self._commit(group, request, [place or 0 for place in places])
         raise HeapExhaustedError(*self._exhausted(group, request, places))
 
+    def holds(self, rank: int, start: int, end: int) -> bool:
+        """Say whether addresses from ``start`` to before ``end`` are on the heap of ``rank``."""
+        base = self.bases[rank]
+        return base <= start <= end <= base + self._slab.nbytes
+
     def find(self, tensor: Tensor) -> tuple[Block, int] | None:
         """Return the block of this rank's heap that holds ``tensor``, and its byte offset there.
 

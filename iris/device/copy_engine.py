@@ -1,0 +1,176 @@
+"""Asking the copy engine for work from inside kernels (see NOTE [Copy queues] in copy_queue.py).
+
+    iris.put(x + i, y + i, rank, peer, heap_bases, copy_engine_ctx=engine, use_copy_engine=True)
+    iris.atomic_add(flag, 1, rank, peer, heap_bases, copy_engine_ctx=engine, use_copy_engine=True)
+    iris.quiet(engine, peer)
+
+``engine`` is ``ctx.get_copy_engine_ctx()``. What is asked for one peer happens in that order.
+"""
+
+import triton
+import triton.language as tl
+
+from iris.device import copy_queue
+from iris.device.signals import wait
+from iris.device.target import device_function, publish
+
+QUEUE = tl.constexpr(copy_queue.QUEUE)
+READ = tl.constexpr(copy_queue.READ)
+WRITE = tl.constexpr(copy_queue.WRITE)
+BELL = tl.constexpr(copy_queue.BELL)
+SLOTS = tl.constexpr(copy_queue.SLOTS)
+RECORD = tl.constexpr(copy_queue.RECORD)
+STAGE = tl.constexpr(copy_queue.STAGE)
+ROW = tl.constexpr(copy_queue.ROW)
+WORDS = tl.constexpr(copy_queue.WORDS)
+COPY = tl.constexpr(copy_queue.COPY)
+ADD = tl.constexpr(copy_queue.ADD)
+
+
+@device_function
+def quiet(copy_engine_ctx, to_rank):
+    """Wait until all that this rank's kernels have asked for ``to_rank`` is done there."""
+    row = copy_engine_ctx + to_rank * ROW
+    asked = tl.atomic_add(_word(row + WRITE), 0, sem="acquire", scope="gpu")
+    _wait_read(row, asked, to_rank)
+
+
+@device_function
+def enqueue(row, to_rank, op, dst, src, width, height, dst_pitch, src_pitch):
+    """Append a descriptor to the queue at ``row``; waits while that is full."""
+    slots = tl.load(row + SLOTS)
+    ticket = tl.atomic_add(_word(row + WRITE), 1, sem="relaxed", scope="gpu")
+    _wait_read(row, ticket + 1 - slots, to_rank)
+    at = _word(row + QUEUE) + ticket % slots * WORDS
+    lane = tl.arange(0, WORDS)
+    word = tl.where(lane == 1, tl.cast(op, tl.int64), tl.cast(dst, tl.int64))
+    word = tl.where(lane == 3, tl.cast(src, tl.int64), word)
+    word = tl.where(lane == 4, tl.cast(width, tl.int64), word)
+    word = tl.where(lane == 5, tl.cast(height, tl.int64), word)
+    word = tl.where(lane == 6, tl.cast(dst_pitch, tl.int64), word)
+    word = tl.where(lane == 7, tl.cast(src_pitch, tl.int64), word)
+    tl.store(at + lane, word, mask=lane > 0)
+    publish(at, ticket + 1)
+    tl.store(_word(row + BELL), ticket + 1)
+
+
+@device_function
+def add(copy_engine_ctx, to_rank, target, val):
+    """Ask for ``val`` to be added at ``target``, an address on ``to_rank``."""
+    ELEMENT: tl.constexpr = target.dtype.element_ty
+    tl.static_assert(
+        ELEMENT.is_int() and ELEMENT.primitive_bitwidth >= 32,
+        "the copy engine adds to int32, int64, uint32 or uint64",
+    )
+    tl.static_assert(not target.type.is_block(), "the copy engine adds to one place at a time")
+    SIZE: tl.constexpr = ELEMENT.primitive_bitwidth // 8
+    row = copy_engine_ctx + to_rank * ROW
+    enqueue(row, to_rank, ADD, tl.cast(target, tl.int64), tl.cast(val, tl.int64), SIZE, 1, 0, 0)
+
+
+@device_function
+def put(copy_engine_ctx, to_rank, target, source, mask):
+    """Ask for a copy to ``target``, addresses on ``to_rank``; return false for an odd shape.
+
+    A copy engine takes a rectangle: rows of consecutive elements, evenly apart on each side. The
+    ``mask`` may cut it to a smaller one.
+    """
+    row = copy_engine_ctx + to_rank * ROW
+    SIZE: tl.constexpr = (source.dtype.element_ty.primitive_bitwidth + 7) // 8
+    if source.type.is_block():
+        if mask is None:
+            inside = tl.full(source.shape, 1, tl.int1)
+        else:
+            inside = tl.broadcast_to(mask, source.shape)
+        target = tl.broadcast_to(target, source.shape)
+        tl.static_assert(len(source.shape) <= 2, "the copy engine takes blocks of 1 or 2 dims")
+        if len(source.shape) == 1:
+            source = source[None, :]
+            target = target[None, :]
+            inside = inside[None, :]
+        y, height = _extent(inside, 1)
+        x, columns = _extent(inside, 0)
+        y = y[:, None]
+        x = x[None, :]
+        within = (y >= 0) & (y < height) & (x >= 0) & (x < columns)
+        dst, dst_pitch, dst_odd = _rows(target, inside, y, x, height, columns, SIZE)
+        src, src_pitch, src_odd = _rows(source, inside, y, x, height, columns, SIZE)
+        holes = tl.max((within != inside).to(tl.int32))
+        plain = dst_odd + src_odd + holes == 0
+        width = columns * SIZE
+    else:
+        dst = tl.cast(target, tl.int64)
+        src = tl.cast(source, tl.int64)
+        height = tl.cast(1, tl.int32)
+        if mask is not None:
+            height = tl.cast(mask, tl.int32)
+        width = tl.cast(SIZE, tl.int32)
+        dst_pitch = tl.cast(SIZE, tl.int64)
+        src_pitch = tl.cast(SIZE, tl.int64)
+        plain = height >= 0
+    if plain & (height > 0):
+        enqueue(row, to_rank, COPY, dst, src, width, height, dst_pitch, src_pitch)
+    return plain
+
+
+@device_function
+def _extent(inside, AXIS: tl.constexpr):
+    """Places along a dim counted from the first one that is inside, and how many are."""
+    some = tl.max(inside.to(tl.int32), axis=AXIS)
+    places = tl.arange(0, some.shape[0])
+    first = tl.min(tl.where(some > 0, places, some.shape[0]))
+    return places - first, tl.sum(some)
+
+
+@device_function
+def _rows(ptr, inside, y, x, height, columns, SIZE: tl.constexpr):
+    """First address, bytes between rows, and whether any element is elsewhere."""
+    address = ptr.to(tl.int64)
+    first = tl.min(tl.where(inside, address, 0x7FFFFFFFFFFFFFFF))
+    last = tl.max(tl.where(inside, address, 0))
+    width = columns * SIZE
+    # A single row has no pitch; one that is as wide as the row does.
+    gaps = tl.maximum(height - 1, 1)
+    pitch = tl.where(height > 1, (last - first + SIZE - width) // gaps, width)
+    expected = first + y.to(tl.int64) * pitch + x * SIZE
+    odd = tl.max((inside & (address != expected)).to(tl.int32))
+    odd = tl.maximum(odd, (pitch < width).to(tl.int32))
+    return first, pitch, odd
+
+
+@device_function
+def _word(entry):
+    """The int64 at the address that is at ``entry``."""
+    return tl.cast(tl.load(entry), tl.pointer_type(tl.int64))
+
+
+@device_function
+def _wait_read(row, ticket, to_rank):
+    wait(_word(row + READ), ticket, _word(row + RECORD), tl.load(row + STAGE), to_rank)
+
+
+@triton.jit(do_not_specialize=["address", "value", "wide", "stage", "peer"])
+def wait_kernel(address, value, wide, record, stage, peer):
+    """Hold a stream until the flag at ``address`` is at or past ``value``."""
+    if wide != 0:
+        wait(tl.cast(address, tl.pointer_type(tl.int64)), value, record, stage, peer)
+    else:
+        wait(tl.cast(address, tl.pointer_type(tl.int32)), value, record, stage, peer)
+
+
+@triton.jit(do_not_specialize=["address", "value", "wide", "add"])
+def signal_kernel(address, value, wide, add):
+    """Set the integer at ``address`` or add to it, after all before on the stream."""
+    if wide != 0:
+        word = tl.cast(address, tl.pointer_type(tl.int64))
+        if add != 0:
+            tl.atomic_add(word, value, sem="release", scope="sys")
+        else:
+            tl.atomic_xchg(word, value, sem="release", scope="sys")
+    else:
+        half = tl.cast(address, tl.pointer_type(tl.int32))
+        small = value.to(tl.int32)
+        if add != 0:
+            tl.atomic_add(half, small, sem="release", scope="sys")
+        else:
+            tl.atomic_xchg(half, small, sem="release", scope="sys")

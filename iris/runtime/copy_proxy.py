@@ -1,0 +1,226 @@
+"""The thread that serves a rank's copy engine, and the queues through which kernels reach it.
+
+See NOTE [Copy queues] in iris/device/copy_queue.py.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from iris import config
+from iris.device.copy_queue import ADD, COPY, OP, ROW, WORDS
+from iris.errors import IrisError, PeerError
+from iris.runtime.board import fence
+from iris.runtime.copy_lanes import (
+    HostLanes,
+    Key,
+    Mark,
+    Op,
+    StreamLanes,
+    patiently,
+    perform,
+)
+from iris.runtime.rectangles import Rectangle
+
+if TYPE_CHECKING:
+    from iris.runtime.context import Iris
+
+_BATCH = 64  # descriptors that are taken before their end is made known
+# The thread looks often while there is work, then ever more seldom: kernels cannot wake it.
+_PEERS_SECONDS = 0.1
+_BUSY_SECONDS, _OFTEN, _SELDOM = 0.05, 2e-5, 2e-3
+
+
+class Engine:
+    """What ``engines=("sdma",)`` adds to a rank. Collective to create; ``close`` ends its thread.
+
+    ``context`` is the tensor that kernels take (NOTE [Copy queues]). An error on the thread ends
+    it, and the waits of this rank's kernels; every later use raises that error.
+    """
+
+    def __init__(self, ctx: "Iris") -> None:
+        world, slots = ctx.num_ranks, config.copy_queue()
+        on_gpu = ctx.device.type == "cuda"
+        self._ctx = ctx
+        self._slots = slots
+        # READ and WRITE of every peer, and a word to try things on; kernels poll these.
+        words = ctx.heap.allocate(8 * (2 * world + 1), internal=True).tensor.view(torch.int64)
+        words.zero_()
+        self._done, self._tickets = words[:world], words[world : 2 * world]
+        self._done_at = [word.data_ptr() for word in self._done]
+        host = torch.zeros(world * (slots * WORDS + 1), dtype=torch.int64, pin_memory=on_gpu)
+        self._rings = host[world:].view(world, slots, WORDS)
+        self._bells = host[:world]
+        self._ring_words, self._bell_words = self._rings.numpy(), self._bells.numpy()
+        self._rung = b""
+        self._next = [0] * world  # ticket that is taken next from a queue
+        self.context = self._rows()
+        self.exposed = False  # whether kernels may use the queues
+        self.lanes: HostLanes | StreamLanes
+        if on_gpu:
+            self.lanes = StreamLanes(ctx)
+            self.lanes.prepare(words[2 * world :].data_ptr())
+        else:
+            self.lanes = HostLanes(self.wake)
+        self.error: IrisError | None = None
+        self.looks = 0  # times the thread looked for work
+        self._empty = 0  # times there was none
+        self._stop = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="iris-copy-engine", daemon=True)
+        self._thread.start()
+        ctx.world.sync(0, "start the copy engine")
+
+    def submit(self, key: Key, ops: Sequence[Op]) -> None:
+        """Append to a lane (see copy_lanes.py)."""
+        self.check()
+        self.lanes.submit(key, ops)
+
+    def finish(self, key: Key) -> None:
+        """Wait for a lane."""
+        self.lanes.finish(key, self.check)
+        self.check()
+
+    def settle(self) -> None:
+        """Wait for what finished kernels have asked for, and for every lane."""
+        self.check()
+        if self.exposed:
+            before = self._empty
+            self.wake()
+            patiently(lambda: self._empty > before + 1, self.check, "requests of kernels")
+        for key in self.lanes.keys():  # noqa: SIM118
+            self.finish(key)
+
+    def check(self) -> None:
+        """Raise if the engine cannot work any more."""
+        self._ctx.check_usable()
+        if self.error is None and not self._stop and not self._thread.is_alive():
+            self._fail(IrisError(f"{self._name()} stopped", help=_WAY_OUT))
+        if self.error is not None:
+            raise type(self.error)(self.error.message, self.error.help)
+
+    def wake(self) -> None:
+        """Make the thread look now."""
+        self._wake.set()
+
+    def close(self, abandon: bool = False) -> None:
+        """End the thread, by default after all that was asked for."""
+        if self._thread.is_alive() and not abandon:
+            if self._ctx.device.type == "cuda":
+                torch.cuda.synchronize(self._ctx.device)
+            with suppress(IrisError):  # the thread's own error was raised where it mattered
+                self.settle()
+        self._stop = True
+        self.wake()
+        self._thread.join(config.timeout())
+        self.lanes.give_up()
+
+    def restart(self, ticket: int) -> None:
+        """Let every queue go on with number ``ticket``; for tests, when none is in use."""
+        self._next = [ticket] * len(self._next)
+        self._done.fill_(ticket)
+        self._tickets.fill_(ticket)
+
+    def _rows(self) -> Tensor:
+        watch, world = self._ctx.watch, self._ctx.num_ranks
+        stage = watch.stage("the copy engine's queue", range(world))
+        rows = torch.zeros(world, ROW, dtype=torch.int64)
+        for peer in range(world):
+            places = self._rings[peer], self._done[peer], self._tickets[peer], self._bells[peer]
+            addresses = [place.data_ptr() for place in places]
+            rows[peer, :-1] = torch.tensor(
+                [*addresses, self._slots, watch.record.data_ptr(), stage]
+            )
+        return rows.to(self._ctx.device)
+
+    def _run(self) -> None:
+        try:
+            if isinstance(self.lanes, StreamLanes):
+                self.lanes.enter_thread()
+            self._serve()
+        except IrisError as error:
+            self._fail(error)
+        except BaseException as error:  # whatever ends the thread
+            self._fail(
+                IrisError(f"{self._name()} stopped: {type(error).__name__}: {error}", help=_WAY_OUT)
+            )
+
+    def _serve(self) -> None:
+        active = looked = time.monotonic()
+        while not self._stop:
+            self.looks += 1
+            worked = self.lanes.advance()
+            rung = self._bell_words.tobytes()
+            if self.exposed and (rung != self._rung or not worked):
+                self._rung = rung
+                for peer in range(len(self._next)):
+                    worked |= self._drain(peer)
+            now = time.monotonic()
+            if worked:
+                active = now
+                continue
+            if self.lanes.waiting() and now - looked > _PEERS_SECONDS:
+                looked = now
+                self._look_for_lost_peers()
+            self._empty += 1
+            idle = now - active
+            self._wake.wait(_OFTEN if idle < _BUSY_SECONDS else min(idle / 50, _SELDOM))
+            self._wake.clear()
+
+    def _look_for_lost_peers(self) -> None:
+        board = self._ctx.world.board
+        reasons = [reason for rank in board.pages if (reason := board.loss(rank)) is not None]
+        if reasons:
+            waiting = f"{self._name()} was waiting for a flag"
+            raise PeerError("; ".join(reasons) + f"\n  {waiting}")
+
+    def _drain(self, peer: int) -> bool:
+        """Carry out what is in a queue, up to a batch. Return whether there was anything."""
+        ring, first = self._ring_words[peer], self._next[peer]
+        ops: list[Rectangle | Mark] = []
+        while len(ops) < _BATCH:
+            words = ring[(first + len(ops)) % self._slots]
+            if words[0] != first + len(ops) + 1:
+                break
+            fence()
+            ops.append(self._decode(peer, words[OP:].tolist()))
+        if not ops:
+            return False
+        self._next[peer] = first + len(ops)
+        done = Mark(self._done_at[peer], self._next[peer], wide=True, add=False)
+        if isinstance(self.lanes, StreamLanes):
+            self.lanes.perform(peer, [*ops, done])
+        else:
+            for op in (*ops, done):
+                perform(op)
+        return True
+
+    def _decode(self, peer: int, words: list[int]) -> Rectangle | Mark:
+        kind, dst, src, width, height, dst_pitch, src_pitch = words
+        copy = Rectangle(dst, src, width, height, dst_pitch, src_pitch)
+        end = copy.dst_end
+        if kind not in (COPY, ADD) or not self._ctx.heap.holds(peer, dst, end):
+            raise IrisError(
+                f"{self._name()} was asked for what is not on the heap of rank {peer}: "
+                f"operation {kind}, {end - dst} bytes at {dst:#x}",
+                help="pass pointers to tensors of this context, and its own get_copy_engine_ctx()",
+            )
+        return copy if kind == COPY else Mark(dst, src, wide=width == 8, add=True)
+
+    def _fail(self, error: IrisError) -> None:
+        """Note why, and let no wait of this rank's kernels go on."""
+        if self.error is None:
+            self.error = error
+            self.lanes.give_up()
+            self._ctx.watch.abort(error.message)
+
+    def _name(self) -> str:
+        return f"the copy engine of rank {self._ctx.cur_rank}"
+
+
+_WAY_OUT = "close this context and create another"
