@@ -30,7 +30,7 @@ ADD = tl.constexpr(copy_queue.ADD)
 @device_function
 def quiet(copy_engine_ctx, to_rank):
     """Wait until all that this rank's kernels have asked for ``to_rank`` is done there."""
-    row = copy_engine_ctx + to_rank * ROW
+    row = _row(copy_engine_ctx, to_rank)
     asked = tl.atomic_add(_word(row + WRITE), 0, sem="acquire", scope="gpu")
     _wait_read(row, asked, to_rank)
 
@@ -64,7 +64,7 @@ def add(copy_engine_ctx, to_rank, target, val):
     )
     tl.static_assert(not target.type.is_block(), "the copy engine adds to one place at a time")
     SIZE: tl.constexpr = ELEMENT.primitive_bitwidth // 8
-    row = copy_engine_ctx + to_rank * ROW
+    row = _row(copy_engine_ctx, to_rank)
     enqueue(row, to_rank, ADD, tl.cast(target, tl.int64), tl.cast(val, tl.int64), SIZE, 1, 0, 0)
 
 
@@ -75,7 +75,7 @@ def put(copy_engine_ctx, to_rank, target, source, mask):
     A copy engine takes a rectangle: rows of consecutive elements, evenly apart on each side. The
     ``mask`` may cut it to a smaller one.
     """
-    row = copy_engine_ctx + to_rank * ROW
+    row = _row(copy_engine_ctx, to_rank)
     SIZE: tl.constexpr = (source.dtype.element_ty.primitive_bitwidth + 7) // 8
     if source.type.is_block():
         if mask is None:
@@ -136,6 +136,16 @@ def _rows(ptr, inside, y, x, height, columns, SIZE: tl.constexpr):
     odd = tl.max((inside & (address != expected)).to(tl.int32))
     odd = tl.maximum(odd, (pitch < width).to(tl.int32))
     return first, pitch, odd
+
+
+@device_function
+def _row(copy_engine_ctx, to_rank):
+    tl.static_assert(
+        copy_engine_ctx is not None,
+        "the copy engine needs copy_engine_ctx=ctx.get_copy_engine_ctx() of a context that was "
+        "created with engines=('sdma',)",
+    )
+    return copy_engine_ctx + to_rank * ROW
 
 
 @device_function

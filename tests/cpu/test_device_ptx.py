@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from iris.device import atomics, ops, signals
+from iris.device import atomics, copy_engine, ops, signals
 from iris.device.barrier_kernel import barrier_kernel
 from iris.device.context import DeviceContext
 
@@ -45,6 +45,18 @@ def move(words, x, y, bases, n, rank: tl.constexpr, peer: tl.constexpr, MOVE: tl
     else:
         ctx = DeviceContext.initialize(words, rank, 2)
         ctx.put(x + i, y + i, peer, mask)
+
+
+@triton.jit
+def ask(engine, x, y, flag, bases, n, rank: tl.constexpr, peer: tl.constexpr):
+    i = tl.arange(0, 256)
+    at = i[:, None] * n + tl.arange(0, 16)[None, :]
+    mask = i < n
+    ops.put(x + i, y + i, rank, peer, bases, mask, copy_engine_ctx=engine, use_copy_engine=True)
+    ops.put(x + at, y + at, rank, peer, bases, copy_engine_ctx=engine, use_copy_engine=True)
+    ops.put(x, y, rank, peer, bases, copy_engine_ctx=engine, use_copy_engine=True)
+    atomics.atomic_add(flag, 1, rank, peer, bases, copy_engine_ctx=engine, use_copy_engine=True)
+    copy_engine.quiet(engine, peer)
 
 
 @triton.jit
@@ -115,6 +127,14 @@ def compile_all():
     texts["barrier"] = compiled(barrier_kernel, meet, {"LANES": 32}, num_warps=1)
     texts["wait for many"] = compiled(wait_for_many, {"words": "*i64", "x": "*i32"}, {})
     texts["narrow scope"] = compiled(narrow_scope, {"x": "*i32", "bases": "*u64"}, {})
+    ours = {"engine": "*i64", "x": "*bf16", "y": "*bf16", "flag": "*i32", "bases": "*u64"}
+    marks = dict.fromkeys(("address", "value"), "i64") | dict.fromkeys(("wide", "add"), "i32")
+    holds = {name: marks[name] for name in ("address", "value", "wide")}
+    holds |= {"record": "*i64", "stage": "i32", "peer": "i32"}
+    for at, target in (("", H200), ("amd ", MI300)):
+        texts[at + "ask"] = compiled(ask, ours | {"n": "i32"}, ranks, target=target)
+        texts[at + "signal"] = compiled(copy_engine.signal_kernel, marks, {}, 1, target)
+        texts[at + "hold"] = compiled(copy_engine.wait_kernel, holds, {}, 1, target)
     texts["amd atomics"] = compiled(every_atomic, words, ranks, target=MI300)
     texts["amd barrier"] = compiled(barrier_kernel, meet, {"LANES": 64}, 1, MI300)
     return texts
@@ -169,7 +189,28 @@ def test_a_barrier_signals_by_release_and_looks_by_acquire(assembly):
     assert "%globaltimer" in text
 
 
-@pytest.mark.parametrize("name", ["amd atomics", "amd barrier"])
+def test_a_request_is_whole_before_the_host_sees_it(assembly):
+    """Descriptor, meeting of the threads, fence, sequence number: by one thread, no atomic."""
+    text = assembly["ask"]
+    assert text.count("fence.acq_rel.sys") == 4
+    for part in text.split("fence.acq_rel.sys")[:-1]:
+        assert re.search(r"st\.global\.b64[^;]*;(?s:.*)bar\.sync(?!(?s:.*)st\.global)", part)
+    for part in text.split("fence.acq_rel.sys")[1:]:
+        assert re.match(r"(?s:.{0,200})@%p\d+ st\.global\.b64", part)
+
+
+@pytest.mark.parametrize("name", ["signal", "hold"])
+def test_what_streams_do_has_system_scope(assembly, name):
+    text = assembly[name]
+    assert re.search(r"\.(b|u)64", text)
+    found = re.findall(r"\b(?:atom|red)\.\S+", text)
+    assert found
+    assert [instruction for instruction in found if ".sys" not in instruction] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["amd atomics", "amd barrier", "amd ask", "amd signal", "amd hold"]
+)
 def test_the_same_functions_compile_for_amd(assembly, name):
     assert re.search(r"global_atomic_\w+", assembly[name])
 
