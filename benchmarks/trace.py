@@ -66,7 +66,7 @@ def with_jax(layers: int) -> float | None:
     except ImportError:
         return None
     spec = jax.sharding.PartitionSpec
-    mesh = jax.make_mesh((4,), ("tp",))
+    mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def run() -> object:
         def net(x: Any, ups: Any, downs: Any) -> Any:

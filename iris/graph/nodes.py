@@ -6,6 +6,7 @@ body defines. So a fusion cannot change the meaning, and the unfused form of eve
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from iris.graph.types import Mesh, TensorType
 
@@ -50,15 +51,16 @@ class Node:
     outputs: tuple[Value, ...]
     loc: str = ""
     body: tuple["Node", ...] = ()
+    uses: tuple[str, ...] = field(init=False, compare=False, repr=False)
+    """Names this node reads, in order, repeats included."""
+
+    def __post_init__(self) -> None:
+        uses = tuple(refs((*self.args, *(value for _, value in self.attrs))))
+        object.__setattr__(self, "uses", uses)
 
     @property
     def kwargs(self) -> dict[str, Arg]:
         return dict(self.attrs)
-
-    @property
-    def uses(self) -> tuple[str, ...]:
-        """Names this node reads, in order, repeats included."""
-        return tuple(refs((*self.args, *(value for _, value in self.attrs))))
 
     @property
     def out(self) -> Value:
@@ -67,7 +69,7 @@ class Node:
         return value
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Graph:
     """A program: inputs, nodes in order, outputs (None and constants allowed), and in-place writes.
 
@@ -89,7 +91,7 @@ class Graph:
         """The coordinate of the rank that traced it."""
         return dict(self.coord) or self.mesh.origin
 
-    @property
+    @cached_property
     def types(self) -> dict[str, TensorType]:
         """Type of every value, those inside stage bodies included."""
         table = {value.name: value.type for value in self.inputs}
@@ -119,13 +121,15 @@ class Graph:
         return format_graph(self)
 
 
-def refs(args: tuple[Arg, ...]) -> Iterator[str]:
+def refs(args: tuple[Arg, ...]) -> list[str]:
     """Every name used in ``args``, nested tuples included."""
+    names: list[str] = []
     for arg in args:
         if isinstance(arg, Ref):
-            yield arg.name
+            names.append(arg.name)
         elif isinstance(arg, tuple):
-            yield from refs(arg)
+            names += refs(arg)
+    return names
 
 
 def walk(nodes: tuple[Node, ...]) -> Iterator[Node]:

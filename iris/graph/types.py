@@ -64,8 +64,10 @@ class TensorType:
     def __post_init__(self) -> None:
         if not self.spec:
             object.__setattr__(self, "spec", ((),) * len(self.shape))
-        object.__setattr__(self, "partial", tuple(sorted(set(self.partial))))
-        object.__setattr__(self, "varying", tuple(sorted(set(self.varying))))
+        if len(self.partial) > 1:
+            object.__setattr__(self, "partial", tuple(sorted(set(self.partial))))
+        if len(self.varying) > 1:
+            object.__setattr__(self, "varying", tuple(sorted(set(self.varying))))
 
     @property
     def split_axes(self) -> tuple[str, ...]:
@@ -87,10 +89,13 @@ class TensorType:
 
     def local_shape(self, mesh: Mesh, coord: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of the shard at ``coord`` (axis -> index)."""
+        if not any(self.spec):
+            return self.shape
         sizes = []
         for n, axes in zip(self.shape, self.spec, strict=True):
             for axis in axes:
-                n = chunk_sizes(n, mesh.size(axis))[coord[axis]]
+                chunk = -(-n // mesh.size(axis))
+                n = max(0, min(chunk, n - coord[axis] * chunk))
             sizes.append(n)
         return tuple(sizes)
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 from iris.errors import CollectiveMismatchError, SpecError, TraceError
 from iris.graph.nodes import Graph
 from iris.graph.ops import get_op
-from iris.graph.types import Mesh, TensorType
+from iris.graph.types import TensorType
 from iris.runtime.groups import Group
 from iris.spmd.mesh import ProgramMesh
 from iris.spmd.specs import Leaf
@@ -102,7 +102,7 @@ def resolve_types(
             dtype, local = held[0]
             types.append(TensorType(dtype, local, varying=mesh.shape.names))
             continue
-        type_ = _global_type(leaf, mesh.shape, coords, held)
+        type_ = _global_type(leaf, coords, held)
         types.append(type_)
         for rank, coord, (dtype, local) in zip(mesh.ranks, coords, held, strict=True):
             due = type_.local_shape(mesh.shape, coord)
@@ -123,16 +123,17 @@ def resolve_types(
     return types
 
 
-def _global_type(
-    leaf: Leaf, mesh: Mesh, coords: Sequence[dict[str, int]], held: Sequence[Shape]
-) -> TensorType:
+def _global_type(leaf: Leaf, coords: Sequence[dict[str, int]], held: Sequence[Shape]) -> TensorType:
     """The type whose sizes are the sums of the shards' along each split dim."""
     assert leaf.spec is not None
     dtype, first = held[0]
-    spec = leaf.spec.dims + ((),) * (len(first) - len(leaf.spec.dims))
-    sizes = []
+    spec, sizes = leaf.spec.padded(len(first)), list(first)
     for dim, axes in enumerate(spec):
-        line = [c for c in coords if all(v == 0 for a, v in c.items() if a not in axes)]
-        rows = [held[coords.index(c)][1] for c in line]
-        sizes.append(sum(shape[dim] if dim < len(shape) else 0 for shape in rows))
+        if axes:
+            line = [
+                shape
+                for coord, (_, shape) in zip(coords, held, strict=True)
+                if not any(place for axis, place in coord.items() if axis not in axes)
+            ]
+            sizes[dim] = sum(shape[dim] if dim < len(shape) else 0 for shape in line)
     return TensorType(dtype, tuple(sizes), spec, leaf.spec.partial)

@@ -134,13 +134,19 @@ class SpmdFunction:
     ) -> Any:
         """A call inside another trace: part of that program."""
         binder, state = self._bindings(instance)
-        bound = binder.bind(args, kwargs)
-        self._find_accesses(instance, state)
-        outside = tuple(key_of(access) for access in state.accesses.values())
-        key = (id(self), bound.key, outside, instance_key(instance))
+        with torch._C.DisableTorchFunction():  # metadata only
+            bound = binder.bind(args, kwargs)
+        key = self._nested_key(instance, bound, state)
+        if key not in outer.signatures:
+            self._find_accesses(instance, state)
+            key = self._nested_key(instance, bound, state)
         from iris.spmd.inlining import call_inline
 
         return call_inline(self._function(instance), binder, bound, key, outer)
+
+    def _nested_key(self, instance: Any, bound: Bound, state: _State) -> object:
+        outside = tuple(key_of(access) for access in state.accesses.values())
+        return (id(self), bound.key, outside, instance_key(instance))
 
     def _function(self, instance: Any) -> Callable[..., Any]:
         return self._fn if instance is None else types.MethodType(self._fn, instance)

@@ -452,8 +452,7 @@ def _places(mesh: Mesh) -> ProgramMesh:
 
 def _typed(leaf: Leaf, dtype: str, shape: tuple[int, ...]) -> TensorType:
     assert leaf.spec is not None
-    dims = leaf.spec.dims
-    return TensorType(dtype, shape, dims + ((),) * (len(shape) - len(dims)))
+    return TensorType(dtype, shape, leaf.spec.padded(len(shape)))
 
 
 def _write_back(name: str, results: _Results, bound: Bound, inputs: Sequence[Tensor]) -> None:

@@ -395,7 +395,7 @@ def _split_module(instance: Any, mesh: Mesh, place: dict[str, int]) -> None:
     for leaf in held_leaves(instance):
         if leaf.spec is not None:
             shape = tuple(leaf.value.shape)
-            dims = leaf.spec.dims + ((),) * (len(shape) - len(leaf.spec.dims))
+            dims = leaf.spec.padded(len(shape))
             part = _Part.of(TensorType("f32", shape, dims), mesh, place)
             leaf.value.data = part.view(leaf.value.data).clone()
 

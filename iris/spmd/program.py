@@ -39,7 +39,7 @@ from iris.spmd.importing import Importer
 from iris.spmd.mesh import ProgramMesh
 from iris.spmd.options import Options
 from iris.spmd.specs import Leaf, axes_in, match, offences
-from iris.spmd.tracing import Output, Traced, trace
+from iris.spmd.tracing import Output, Traced, collector_paused, trace
 
 
 @dataclass(eq=False)
@@ -238,6 +238,7 @@ class Compiler:
             shapes = group.exchange_object(f"shapes of {self.name}", mine)  # type: ignore[assignment]
         return resolve_types(self.name, leaves, mesh, shapes)
 
+    @collector_paused()
     def _trace(
         self, leaves: Sequence[Leaf], types: list[TensorType] | None, mesh: ProgramMesh | None
     ) -> Program:
@@ -468,13 +469,13 @@ def _group(mesh: ProgramMesh | None) -> Group | None:
 
 def _names(leaves: Sequence[Leaf]) -> list[str]:
     """A graph name for each leaf: ``cond['a'][0]`` becomes ``cond_a_0``."""
-    names: list[str] = []
+    names: dict[str, None] = {}
     for leaf in leaves:
         name = re.sub(r"\W+", "_", leaf.path).strip("_")
         while name in names or re.fullmatch(r"captured\d+|shared\d+|\d+", name):
             name += "_"
-        names.append(name)
-    return names
+        names[name] = None
+    return list(names)
 
 
 def _based(

@@ -52,6 +52,10 @@ class Recorder(TorchDispatchMode):
         self._known: dict[int, _Known] = {}
         self._results: dict[tuple[Any, ...], Any] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # torch would wrap each dispatch, and nothing needs it
+        return False
+
     def add_input(self, tensor: Tensor) -> None:
         """One more placeholder."""
         self._note(tensor, self.graph.placeholder(f"input{len(self._known)}"))

@@ -42,6 +42,10 @@ class P:
         """Every axis named, in order."""
         return (*(a for axes in self.dims for a in axes), *self.partial)
 
+    def padded(self, ndim: int) -> tuple[tuple[str, ...], ...]:
+        """The axes of each of ``ndim`` dims."""
+        return self.dims + ((),) * (ndim - len(self.dims))
+
     def __repr__(self) -> str:
         shown = [repr(a[0] if len(a) == 1 else (a or None)) for a in self.dims]
         if self.partial:

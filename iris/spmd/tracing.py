@@ -2,6 +2,7 @@
 FX graph, with the user's line.
 """
 
+import gc
 import linecache
 import os
 import types
@@ -153,6 +154,18 @@ def _error_line(error: BaseException) -> str:
             line = f"\n  at {os.path.basename(path)}:{step.tb_lineno}: {source}"
         step = step.tb_next
     return line
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """A trace makes many objects and little garbage: collecting amid it only takes time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Ops by name, and the one entry to their type rules."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
 
 from iris.errors import IrisError
 from iris.graph.nodes import Node
@@ -23,7 +24,7 @@ from iris.graph.ops.reductions import REDUCTIONS
 from iris.graph.ops.rules import axes_of, group_size, shard_sizes
 from iris.graph.ops.stages import STAGES
 from iris.graph.ops.views import VIEWS
-from iris.graph.types import TensorType
+from iris.graph.types import Mesh, TensorType
 
 __all__ = [
     "COLLECTIVES",
@@ -65,6 +66,7 @@ FAMILIES: Mapping[str, Op] = {
 """ATen ops whose rule is that of a family, by full name or without the overload."""
 
 
+@cache
 def get_op(name: str) -> Op:
     """The op called ``name``: an own op, one of an ATen family, or `Opaque`.
 
@@ -88,6 +90,32 @@ def infer_node(
     tracing saw of each output on the rank at ``ctx.coord``; collectives work it out themselves.
     TypeRuleError if the program uses a value against its type.
     """
+    place, given = tuple(ctx.coord.items()), tuple(attrs.items())
+    try:
+        return _inferred(op, ctx.mesh, place, tuple(args), given, tuple(locals))
+    except IrisError:
+        return _infer(op, ctx, args, attrs, locals)  # again, to say where
+
+
+@lru_cache(maxsize=4096)  # programs repeat their layers, and are verified after each pass
+def _inferred(
+    op: str,
+    mesh: Mesh,
+    place: tuple[tuple[str, int], ...],
+    args: tuple[TypedArg, ...],
+    attrs: tuple[tuple[str, TypedArg], ...],
+    locals: tuple[Local, ...],
+) -> tuple[TensorType, ...]:
+    return _infer(op, InferContext(mesh, dict(place)), args, dict(attrs), locals)
+
+
+def _infer(
+    op: str,
+    ctx: InferContext,
+    args: Sequence[TypedArg],
+    attrs: Mapping[str, TypedArg],
+    locals: Sequence[Local],
+) -> tuple[TensorType, ...]:
     rule = get_op(op)
     try:
         return rule.infer(ctx, args, attrs, locals)
