@@ -37,6 +37,7 @@ from iris.logging import (  # noqa: E402
 from iris.runtime.benching import do_bench as do_bench  # noqa: E402
 from iris.runtime.context import Iris as Iris, current as current, iris as iris  # noqa: E402
 from iris.runtime.launch import launch as launch  # noqa: E402
+from iris.spmd.announce import announce as _announce  # noqa: E402
 from iris.spmd.collectives import (  # noqa: E402
     all_gather as all_gather,
     all_reduce as all_reduce,
@@ -53,6 +54,8 @@ from iris.spmd.namespaces import Ccl, Ops  # noqa: E402
 from iris.spmd.specs import P as P  # noqa: E402
 
 __version__ = "0.1.0"
+
+_announce()
 
 # The class's own module lies below the programs that these two are made of.
 Iris.ops = property(Ops, doc=Ops.__doc__)  # type: ignore[attr-defined]
@@ -72,6 +75,7 @@ _LAZY = {
     "quiet": "iris.device.copy_engine",
     "draw": "iris.spmd.drawing",
     "local_mesh": "iris.spmd.local",
+    "explain": "iris.spmd.summary",
     "parallelize": "iris.hf",
 }
 

@@ -3,4 +3,4 @@ programs.
 """
 
 from iris.hf.parallel import parallelize as parallelize
-from iris.hf.summary import Summary as Summary, explain as explain
+from iris.spmd.summary import Summary as Summary, explain as explain

@@ -17,11 +17,11 @@ from iris.spmd.specs import Leaf
 T = TypeVar("T")
 
 
-def shared_text(graph: Graph) -> str:
+def shared_text(graph: Graph, alike: bool = True) -> str:
     """The part of a graph's text that all ranks must share: all of it, or its effects where shards
-    are uneven.
+    are uneven, or the program takes this rank's part of values by number (not ``alike``).
     """
-    if all(type_.is_even(graph.mesh) for type_ in graph.types.values()):
+    if alike and all(type_.is_even(graph.mesh) for type_ in graph.types.values()):
         return str(graph)
     effects = [node for node in graph.nodes if get_op(node.op).effects]
     lines = [
@@ -65,11 +65,13 @@ def agreed(group: Group | None, what: str, make: Callable[[], T]) -> T:
     return value
 
 
-def agree_on_graph(graph: Graph, chosen: Sequence[str], group: Group | None) -> None:
+def agree_on_graph(
+    graph: Graph, chosen: Sequence[str], group: Group | None, alike: bool = True
+) -> None:
     """All ranks traced one graph and chose alike, or all raise with the first line that differs."""
     if group is None or group.size == 1:
         return
-    text = f"{shared_text(graph)}\nstages run as: {', '.join(chosen)}"
+    text = f"{shared_text(graph, alike)}\nstages run as: {', '.join(chosen)}"
     texts = group.exchange_object(f"graph of {graph.name}", text)
     for rank, other in zip(group.ranks, texts, strict=True):
         if other != texts[0]:

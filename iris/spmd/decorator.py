@@ -78,6 +78,11 @@ class SpmdFunction:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         SpmdFunction.__init__(self, *state)
 
+    @property
+    def programs(self) -> "tuple[Program, ...]":
+        """Every program traced and still kept, the oldest first; not those of methods."""
+        return tuple(self._state.programs.values())
+
     def __get__(self, instance: Any, owner: type | None = None) -> "SpmdFunction | SpmdMethod":
         return self if instance is None else SpmdMethod(self, instance)
 

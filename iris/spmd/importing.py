@@ -25,6 +25,7 @@ from iris.spmd.tracing import Output, Traced
 # Constants by a number of Python's, which may be a size of this rank's shard.
 FILLED = {"full", "new_full", "full_like", "scalar_tensor", "arange"}
 RENAMED = {"mm": "matmul", "bmm": "matmul"}
+WAIT = torch.ops._c10d_functional.wait_tensor.default
 VIEWS = {
     "view", "_unsafe_view", "t", "transpose.int", "permute", "select.int", "slice.Tensor", "expand",
     "alias", "detach", "squeeze.dim", "squeeze", "unsqueeze", "as_strided", "narrow", "diagonal",
@@ -54,6 +55,7 @@ class Importer:
     _makers: dict[str, str] = field(default_factory=dict)
     _lines: dict[str, str] = field(default_factory=dict)
     _captured_names: dict[int, str] = field(default_factory=dict)  # by id of the tensor
+    _joined: dict[Any, Any] = field(default_factory=dict)  # FX nodes that a gather's dim stands for
     _count: int = 0
     _seen: int = 0
 
@@ -118,6 +120,9 @@ class Importer:
         self._captured_names[id(tensor)] = value.name
 
     def _call(self, node: Any) -> None:
+        if node in self._joined:
+            self._env[node] = self._env.get(self._joined[node], ())
+            return
         if node.target is operator.getitem:
             source = self._env[node.args[0]]
             assert isinstance(source, tuple)
@@ -126,7 +131,7 @@ class Importer:
         if node.target is CALL:
             self._inline(node)
             return
-        if node.target is torch.ops._c10d_functional.wait_tensor.default:
+        if node.target is WAIT and not self._is_foreign(self._env[node.args[0]]):
             self._env[node] = self._env[node.args[0]]
             return
         if node.target.namespace == "c10d":
@@ -142,7 +147,7 @@ class Importer:
         mutated = op.partition(".")[0].endswith("_") and not op.startswith("_")
         if mutated:
             op = self._functional(op, args, node)
-        outputs = self._emit(op, args, attrs, node)
+        outputs = self._emit(op, args, attrs, recognised.joined(node, self._joined) or node)
         if mutated:  # later reads of the operand see the new value
             self._env.update({key: outputs for key, arg in self._env.items() if arg == args[0]})
         self._env[node] = outputs
@@ -195,6 +200,11 @@ class Importer:
         self._count += 1
         return str(self._count - 1)
 
+    def _is_foreign(self, arg: Arg) -> bool:
+        """Whether torch.distributed makes this value, which then has to be waited for."""
+        maker = self._makers.get(arg.name, "") if isinstance(arg, Ref) else ""
+        return maker.startswith("_c10d_functional::")
+
     def _is_input(self, arg: Arg) -> bool:
         return isinstance(arg, Ref) and any(value.name == arg.name for value in self.inputs)
 
@@ -221,7 +231,7 @@ class Importer:
         if space == "iris":
             return recognised.own(name, args)
         if space == "_c10d_functional":
-            found = recognised.functional(name, args, self.axes_over)
+            found = recognised.functional(node, name, args, self.axes_over, self._env)
             if found is not None:
                 return found
         overload = target._overloadname

@@ -67,10 +67,12 @@ class ProgramMesh:
     abstract: bool = False
 
     @classmethod
-    def of(cls, mesh: DeviceMesh | AbstractMesh | Group) -> "ProgramMesh":
+    def of(cls, mesh: "DeviceMesh | AbstractMesh | Group | ProgramMesh") -> "ProgramMesh":
         """The program mesh of a DeviceMesh, of an AbstractMesh seen from its first place, or of a
         group of ranks (its one axis is called ``ranks``).
         """
+        if isinstance(mesh, ProgramMesh):
+            return mesh
         if isinstance(mesh, Group):
             shape = Mesh((("ranks", mesh.size),))
             return cls(shape, mesh.ranks, (("ranks", mesh.index),))

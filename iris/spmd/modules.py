@@ -61,14 +61,24 @@ def decorate_module(target: Any, wrap: Callable[[Any, str], Any]) -> Any:
     """Make ``forward`` of a module class, or of one module, a program; return the class or module
     itself.
 
-    State dicts, hooks and subclasses stay as they were: only ``forward`` is another function.
+    State dicts, hooks and subclasses stay as they were: only ``forward`` is another function. A
+    module of DTensors is compiled through Dynamo, which takes them apart.
     """
     if isinstance(target, type):
         target.forward = wrap(target.forward, target.__name__)  # type: ignore[attr-defined]
+    elif has_dtensors(target):
+        from iris.spmd.backend import compile_module  # loads Dynamo
+
+        target.forward = compile_module(target, wrap(type(target).forward, "")._options)
     else:
         program = wrap(type(target).forward, type(target).__name__)
         target.forward = program.__get__(target)
     return target
+
+
+def has_dtensors(module: Any) -> bool:
+    """Whether a module holds DTensors, as after ``parallelize_module``."""
+    return any(hasattr(leaf.value, "device_mesh") for leaf in held_leaves(module))
 
 
 def is_module(target: object) -> bool:

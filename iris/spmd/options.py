@@ -16,3 +16,4 @@ class Options:
     fuse: bool = True
     replay: bool = True
     outputs: str = "fresh"
+    alike: bool = True  # whether all ranks trace the same text

@@ -129,7 +129,8 @@ class Compiler:
             types = types[: len(leaves)]
         program = agreed(group, f"trace of {self.name}", lambda: self._trace(leaves, types, mesh))
         chosen = [choice.algorithm for choice in program.choices.values()]
-        agree_on_graph(program.graph, chosen, group or _group(program.mesh))
+        everyone = group or _group(program.mesh)
+        agree_on_graph(program.graph, chosen, everyone, self.options.alike)
         program.signature = signature
         return program
 

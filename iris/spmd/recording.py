@@ -51,6 +51,7 @@ class Recorder(TorchDispatchMode):
         self.module = types.SimpleNamespace(graph=self.graph)  # holds tensors from outside
         self._known: dict[int, _Known] = {}
         self._results: dict[tuple[Any, ...], Any] = {}
+        self.loc: str | None = None  # the user's line, where a graph is replayed that knows it
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # torch would wrap each dispatch, and nothing needs it
@@ -89,7 +90,8 @@ class Recorder(TorchDispatchMode):
             if key is not None and not func._schema.is_mutable:
                 self._results[func, key] = _metadata(result)
         node = self.graph.call_function(func, *operands)
-        node.meta = {"val": result, "loc": user_line(sys._getframe(1))}
+        loc = user_line(sys._getframe(1)) if self.loc is None else self.loc
+        node.meta = {"val": result, "loc": loc}
         self._note(result, node)
         return result
 

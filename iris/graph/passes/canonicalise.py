@@ -93,7 +93,7 @@ class _Folding:
 
     def _is_identity(self, node: Node, kind: str) -> bool:
         """Whether ``node`` gives back its operand, and nobody could tell the two apart."""
-        if kind in RESHAPES | PERMUTES | RENAMES and node.out.name not in self.outputs:
+        if kind in RESHAPES | PERMUTES | RENAMES | {"slice"} and node.out.name not in self.outputs:
             same = self.types[node.uses[0]] == node.out.type
             order = permutation(len(node.out.type.shape), node.args[1:]) if kind in PERMUTES else []
             return same and order == sorted(order) and len(node.uses) == 1

@@ -1,7 +1,9 @@
 """How many of a model's collectives were fused, and why the others were not."""
 
 import io
+import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,18 +72,18 @@ class Summary:
 
 
 def explain(model: Any) -> Summary:
-    """What became of the collectives of every program that a parallelized ``model`` has run so far.
+    """What became of the collectives of every program that ``model`` has run so far.
 
-    >>> print(iris.hf.explain(model))                        # doctest: +SKIP
+    ``model``: a parallelized model, a decorated function or module, or what ``torch.compile(...,
+    backend="iris")`` gave; for the last, all that this process compiled so far.
+
+    >>> print(iris.explain(model))                           # doctest: +SKIP
     """
     fused: list[Fused] = []
     alone: list[Alone] = []
-    for program in model.spmd.programs:
-        ids = next(leaf.value for leaf in program.leaves if leaf.path == "ids")
-        past = [leaf.value.shape[-2] for leaf in program.leaves if leaf.path.startswith("past")]
-        rows = "x".join(map(str, ids.shape))
-        name = f"decode {rows}, cache of {past[0]}" if past else f"prefill {rows}"
-        total = Counter(n.op for n in walk(program.graph.nodes) if n.op in COLLECTIVES)
+    for program in _programs(model):
+        name = _title(program)
+        total = Counter(n.op for n in walk(program.fused.nodes) if n.op in COLLECTIVES)
         stages: dict[str, Counter[str]] = {op: Counter() for op in total}
         for node in program.fused.nodes:
             for inner in walk(node.body):
@@ -91,3 +93,24 @@ def explain(model: Any) -> Summary:
         reasons = Counter((e.op, e.loc, e.reason) for e in fusion_report(program.graph))
         alone += [Alone(name, op, n, loc, why) for (op, loc, why), n in reasons.items()]
     return Summary(tuple(fused), tuple(alone))
+
+
+def _programs(model: Any) -> Sequence[Any]:
+    """The programs behind ``model``, wherever they are kept."""
+    for holder in (model, getattr(model, "spmd", None), getattr(model, "forward", None)):
+        if holder is not None and isinstance(getattr(type(holder), "programs", None), property):
+            return holder.programs  # type: ignore[no-any-return]
+    backend = sys.modules.get("iris.spmd.backend")
+    compiled = sorted(backend.COMPILED, key=lambda one: one.number) if backend else []
+    return [program for one in compiled for program in one.program.programs]
+
+
+def _title(program: Any) -> str:
+    """``prefill 1x64`` for a language model, else the program's name and its largest operand."""
+    shapes = {leaf.path: leaf.value.shape for leaf in program.leaves}
+    if "ids" not in shapes:
+        largest = max(shapes.values(), key=len, default=())
+        return f"{program.options.name} {'x'.join(map(str, largest))}".strip()
+    past = [shape[-2] for path, shape in shapes.items() if path.startswith("past")]
+    rows = "x".join(map(str, shapes["ids"]))
+    return f"decode {rows}, cache of {past[0]}" if past else f"prefill {rows}"
