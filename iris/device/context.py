@@ -11,11 +11,13 @@ def kernel(context_tensor, x, rank: tl.constexpr, world_size: tl.constexpr, N: t
 import triton
 import triton.language as tl
 
-from iris.device import atomics, ops, signals, watch
+from iris.device import atomics, ops, signals, tracing, watch
 from iris.device.target import SYSTEM, device_class, device_function
 
-# Words of the context tensor: rank, world size, every rank's slab base, the watch's record.
+# Words of the context tensor: rank, world size, every rank's slab base, the fields of tracing, the
+# watch's record.
 BASES = tl.constexpr(2)
+FIELDS = tl.constexpr(tracing.FIELDS)
 PEERS = tl.constexpr(watch.PEERS)
 SLOTS = tl.constexpr(watch.SLOTS)
 
@@ -26,31 +28,66 @@ class DeviceContext:
 
     Made by ``initialize``. Pointers are this rank's; ranks are those of the world. For the other
     arguments see ``iris.load`` and its neighbours.
+
+    With ``tracing`` every method records itself, while ``ctx.tracing`` is enabled on the host. A
+    load or store is over, for the record, when it is issued.
     """
 
     rank: tl.constexpr
     world_size: tl.constexpr
     heap_bases: tl.tensor
     record: tl.tensor
+    tracing: tl.constexpr
 
     @triton.constexpr_function
-    def __init__(self, rank, world_size, heap_bases, record):
+    def __init__(self, rank, world_size, heap_bases, record, tracing):
         self.rank = tl.constexpr(rank)
         self.world_size = tl.constexpr(world_size)
         self.heap_bases = heap_bases
         self.record = record
+        self.tracing = tl.constexpr(tracing)
 
     @staticmethod
     @device_function
     def initialize(context_tensor, rank, world_size, tracing: tl.constexpr = False):
         """Return the context. ``context_tensor`` is ``ctx.get_device_context()``.
 
-        Rank and size are compile-time numbers.
+        Rank and size are compile-time numbers. ``tracing`` compiles in the record of events.
         """
-        tl.static_assert(not tracing, "this build of iris records no trace events")
         bases = context_tensor + BASES
-        record = tl.cast(tl.load(bases + world_size), tl.pointer_type(tl.int64))
-        return DeviceContext(rank, world_size, bases, record)
+        record = tl.cast(tl.load(bases + world_size + FIELDS), tl.pointer_type(tl.int64))
+        return DeviceContext(rank, world_size, bases, record, tracing)
+
+    @device_function
+    def trace_begin(self):
+        """Return the time, for ``trace_end``; nothing is compiled without ``tracing``."""
+        return tracing.begin(self._watch())
+
+    @device_function
+    def trace_end(self, since, kind, peer=-1, nbytes=0):
+        """Record an event of this program from ``since`` to now.
+
+        ``kind`` is a number from ``ctx.tracing.kind(name)`` on the host.
+        """
+        if self.tracing:
+            tracing.end(self._watch(), since, kind, tracing.peer_bits(peer), nbytes)
+
+    @device_function
+    def _watch(self):
+        return self.record, 0, (self.heap_bases + self.world_size if self.tracing else None)
+
+    @device_function
+    def _moved(self, since, kind, peer, pointer, mask):
+        """Record an access to the elements at ``pointer``."""
+        if self.tracing:
+            self.trace_end(since, kind, peer, tracing.bytes_at(pointer, mask))
+
+    @device_function
+    def _atomic(self, operation: tl.constexpr, pointer, val, to_rank, mask, sem, scope, hint):
+        since = self.trace_begin()
+        old = operation(pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope, hint)
+        self._moved(since, tracing.ATOMIC, to_rank, pointer, mask)
+        return old
 
     @device_function
     def load(
@@ -64,7 +101,8 @@ class DeviceContext:
         hint: tl.constexpr = None,
     ):
         """Return what ``from_rank`` has at ``pointer``."""
-        return ops.load(
+        since = self.trace_begin()
+        value = ops.load(
             pointer,
             self.rank,
             from_rank,
@@ -75,6 +113,8 @@ class DeviceContext:
             volatile,
             hint,
         )
+        self._moved(since, tracing.LOAD, from_rank, pointer, mask)
+        return value
 
     @device_function
     def store(
@@ -87,7 +127,9 @@ class DeviceContext:
         hint: tl.constexpr = None,
     ):
         """Store ``value`` at ``pointer`` on ``to_rank``."""
+        since = self.trace_begin()
         ops.store(pointer, value, self.rank, to_rank, self.heap_bases, mask, cache_modifier, hint)
+        self._moved(since, tracing.STORE, to_rank, pointer, mask)
 
     @device_function
     def get(
@@ -102,17 +144,21 @@ class DeviceContext:
         hint: tl.constexpr = None,
     ):
         """Copy from ``from_ptr`` on ``from_rank`` to ``to_ptr`` here."""
-        self.copy(
+        since = self.trace_begin()
+        ops.copy(
             from_ptr,
             to_ptr,
             from_rank,
             self.rank,
+            self.rank,
+            self.heap_bases,
             mask,
             other,
             load_cache_modifier,
             store_cache_modifier,
             hint,
         )
+        self._moved(since, tracing.GET, from_rank, from_ptr, mask)
 
     @device_function
     def put(
@@ -127,6 +173,7 @@ class DeviceContext:
         hint: tl.constexpr = None,
     ):
         """Copy from ``from_ptr`` here to ``to_ptr`` on ``to_rank``."""
+        since = self.trace_begin()
         ops.put(
             from_ptr,
             to_ptr,
@@ -139,6 +186,7 @@ class DeviceContext:
             store_cache_modifier,
             hint,
         )
+        self._moved(since, tracing.PUT, to_rank, from_ptr, mask)
 
     @device_function
     def copy(
@@ -154,6 +202,7 @@ class DeviceContext:
         hint: tl.constexpr = None,
     ):
         """Copy from ``src_ptr`` on ``from_rank`` to ``dst_ptr`` on ``to_rank``."""
+        since = self.trace_begin()
         ops.copy(
             src_ptr,
             dst_ptr,
@@ -167,6 +216,7 @@ class DeviceContext:
             store_cache_modifier,
             hint,
         )
+        self._moved(since, tracing.COPY, to_rank, src_ptr, mask)
 
     @device_function
     def atomic_add(
@@ -180,9 +230,7 @@ class DeviceContext:
         hint: tl.constexpr = None,
     ):
         """Add ``val`` to what ``to_rank`` has at ``pointer``; return the old value."""
-        return atomics.atomic_add(
-            pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope, hint
-        )
+        return self._atomic(atomics.atomic_add, pointer, val, to_rank, mask, sem, scope, hint)
 
     @device_function
     def atomic_sub(
@@ -196,9 +244,7 @@ class DeviceContext:
         hint: tl.constexpr = None,
     ):
         """Subtract ``val`` from what ``to_rank`` has at ``pointer``; return the old value."""
-        return atomics.atomic_sub(
-            pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope, hint
-        )
+        return self._atomic(atomics.atomic_sub, pointer, val, to_rank, mask, sem, scope, hint)
 
     @device_function
     def atomic_cas(
@@ -212,9 +258,12 @@ class DeviceContext:
         hint: tl.constexpr = None,
     ):
         """Put ``val`` where ``to_rank`` has ``cmp`` at ``pointer``; return the old value."""
-        return atomics.atomic_cas(
+        since = self.trace_begin()
+        old = atomics.atomic_cas(
             pointer, cmp, val, self.rank, to_rank, self.heap_bases, sem, scope, hint
         )
+        self._moved(since, tracing.ATOMIC, to_rank, pointer, None)
+        return old
 
     @device_function
     def atomic_xchg(
@@ -228,9 +277,7 @@ class DeviceContext:
         hint: tl.constexpr = None,
     ):
         """Put ``val`` in place of what ``to_rank`` has at ``pointer``; return the old value."""
-        return atomics.atomic_xchg(
-            pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope, hint
-        )
+        return self._atomic(atomics.atomic_xchg, pointer, val, to_rank, mask, sem, scope, hint)
 
     @device_function
     def atomic_and(
@@ -244,9 +291,7 @@ class DeviceContext:
         hint: tl.constexpr = None,
     ):
         """Bitwise and of ``val`` into what ``to_rank`` has at ``pointer``; return the old value."""
-        return atomics.atomic_and(
-            pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope, hint
-        )
+        return self._atomic(atomics.atomic_and, pointer, val, to_rank, mask, sem, scope, hint)
 
     @device_function
     def atomic_or(
@@ -260,9 +305,7 @@ class DeviceContext:
         hint: tl.constexpr = None,
     ):
         """Bitwise or of ``val`` into what ``to_rank`` has at ``pointer``; return the old value."""
-        return atomics.atomic_or(
-            pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope, hint
-        )
+        return self._atomic(atomics.atomic_or, pointer, val, to_rank, mask, sem, scope, hint)
 
     @device_function
     def atomic_xor(
@@ -276,9 +319,7 @@ class DeviceContext:
         hint: tl.constexpr = None,
     ):
         """Bitwise xor of ``val`` into what ``to_rank`` has at ``pointer``; return the old value."""
-        return atomics.atomic_xor(
-            pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope, hint
-        )
+        return self._atomic(atomics.atomic_xor, pointer, val, to_rank, mask, sem, scope, hint)
 
     @device_function
     def atomic_min(
@@ -292,9 +333,7 @@ class DeviceContext:
         hint: tl.constexpr = None,
     ):
         """Lower what ``to_rank`` has at ``pointer`` to ``val``; return the old value."""
-        return atomics.atomic_min(
-            pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope, hint
-        )
+        return self._atomic(atomics.atomic_min, pointer, val, to_rank, mask, sem, scope, hint)
 
     @device_function
     def atomic_max(
@@ -308,14 +347,14 @@ class DeviceContext:
         hint: tl.constexpr = None,
     ):
         """Raise what ``to_rank`` has at ``pointer`` to ``val``; return the old value."""
-        return atomics.atomic_max(
-            pointer, val, self.rank, to_rank, self.heap_bases, mask, sem, scope, hint
-        )
+        return self._atomic(atomics.atomic_max, pointer, val, to_rank, mask, sem, scope, hint)
 
     @device_function
     def signal(self, pointer, epoch, to_rank):
         """Set the flag that ``to_rank`` has at ``pointer`` to ``epoch``, after stores so far."""
+        since = self.trace_begin()
         signals.signal(ops.translate(pointer, self.heap_bases, self.rank, to_rank), epoch)
+        self.trace_end(since, tracing.SIGNAL, to_rank)
 
     @device_function
     def wait(self, pointer, epoch, from_rank=-1):
@@ -323,7 +362,10 @@ class DeviceContext:
 
         Return true when it came, false when a wait of some rank ran out.
         """
-        return signals.wait(pointer, epoch, self.record, 0, from_rank)
+        since = self.trace_begin()
+        came = signals.wait(pointer, epoch, self.record, 0, from_rank)
+        self.trace_end(since, tracing.WAIT, from_rank)
+        return came
 
     @device_function
     def barrier(self, slot=0):
@@ -336,8 +378,10 @@ class DeviceContext:
             tl.cast(self.record + PEERS + self.world_size, tl.pointer_type(tl.int32))
             + slot * self.world_size
         )
+        since = self.trace_begin()
         epoch = tl.load(flags + self.rank, volatile=True).to(tl.int64) + 1
         for i in tl.static_range(self.world_size):
             self.signal(flags + self.rank, epoch.to(tl.int32), (self.rank + i) % self.world_size)
         for peer in tl.static_range(self.world_size):
             self.wait(flags + peer, epoch, peer)
+        self.trace_end(since, tracing.BARRIER)

@@ -7,7 +7,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import globaltimer
+from triton.language.extra import cuda, hip
 from triton.runtime.interpreter import InterpretedFunction
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -20,6 +20,7 @@ POLLS_PER_CHECK = tl.constexpr(1 if INTERPRETED.value else 512)
 
 _POLL_NS = 1000  # how long a look takes, about, where the GPU offers no clock in nanoseconds
 _PAUSE_SECONDS = 2e-5
+_AMD_TICK_NS = 10
 
 _LOAD_ACQUIRE = "ld.acquire.sys.global.b32 $0, [$1];"
 
@@ -27,8 +28,23 @@ _LOAD_ACQUIRE = "ld.acquire.sys.global.b32 $0, [$1];"
 @tl.core.extern
 def _compiled_clock(polls: Any, _semantic: Any = None) -> Any:
     if _semantic.builder.options.backend_name == "cuda":
-        return globaltimer(_semantic=_semantic)
+        return cuda.globaltimer(_semantic=_semantic)
     return _semantic.mul(_semantic.cast(polls, tl.int64), _semantic.to_tensor(_POLL_NS), False)
+
+
+@tl.core.extern
+def _compiled_now(_semantic: Any = None) -> Any:
+    if _semantic.builder.options.backend_name == "cuda":
+        return cuda.globaltimer(_semantic=_semantic)
+    ticks = hip.memrealtime(_semantic=_semantic)
+    return _semantic.mul(ticks, _semantic.to_tensor(_AMD_TICK_NS), False)
+
+
+@tl.core.extern
+def _compiled_multiprocessor(_semantic: Any = None) -> Any:
+    if _semantic.builder.options.backend_name == "cuda":
+        return cuda.smid(_semantic=_semantic)
+    return _semantic.to_tensor(-1)
 
 
 @tl.core.extern
@@ -117,7 +133,15 @@ def _interpreted_publish(ptr: Any, value: Any) -> None:
 
 def _interpreted_clock(polls: Any) -> Any:
     time.sleep(_PAUSE_SECONDS)  # a waiting rank leaves its core to the rank it waits for
+    return _interpreted_now()
+
+
+def _interpreted_now() -> Any:
     return tl.cast(time.perf_counter_ns(), tl.int64)
+
+
+def _interpreted_multiprocessor() -> Any:
+    return tl.cast(-1, tl.int32)
 
 
 def _interpreted_load_acquire(ptr: Any, mask: Any) -> Any:
@@ -131,6 +155,10 @@ together = _interpreted_nothing if INTERPRETED.value else _compiled_together
 fence_bulk = _interpreted_nothing if INTERPRETED.value else _compiled_fence_bulk
 publish = _interpreted_publish if INTERPRETED.value else _compiled_publish
 clock = _interpreted_clock if INTERPRETED.value else _compiled_clock
+# Nanoseconds: of the GPU's own clock, or of the host's monotonic one. Not moved by the compiler.
+now = _interpreted_now if INTERPRETED.value else _compiled_now
+# The multiprocessor that the program is on; -1 where there is none, or none that can be told.
+multiprocessor = _interpreted_multiprocessor if INTERPRETED.value else _compiled_multiprocessor
 load_acquire = _interpreted_load_acquire if INTERPRETED.value else _compiled_load_acquire
 
 

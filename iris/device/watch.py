@@ -54,7 +54,7 @@ class Watch:
         self._block: Block | None = block
         self._raised = raised.numpy()
         self._rank = rank
-        self._stages: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self.stages: dict[int, tuple[str, tuple[int, ...]]] = {}  # by number
         self._reason: str | None = None
         # Made now: allocating either can wait for a kernel that waits for ``abort``.
         self._mark = torch.tensor([-1 - rank], pin_memory=record.is_cuda)
@@ -90,7 +90,7 @@ class Watch:
     def stage(self, what: str, ranks: Sequence[int]) -> int:
         """Return the number, equal on all ranks, of waits in ``what`` among ``ranks``."""
         number = zlib.crc32(f"{what}{tuple(ranks)}".encode()) >> 1
-        self._stages[number] = (what, tuple(ranks))
+        self.stages[number] = (what, tuple(ranks))
         return number
 
     def check(self, synchronized: bool = False) -> None:
@@ -127,7 +127,7 @@ class Watch:
     def _explain(self, words: list[int]) -> tuple[str, str]:
         """Return the message and the way out for a record."""
         unknown = ("a wait in a kernel", ())
-        what, ranks = self._stages.get(words[STAGE], unknown)
+        what, ranks = self.stages.get(words[STAGE], unknown)
         peer = words[PEER]
         awaited = ranks[peer] if 0 <= peer < len(ranks) else peer
         name = "a peer" if awaited < 0 else f"rank {awaited}"

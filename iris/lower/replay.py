@@ -67,11 +67,14 @@ class Runner:
         self.captured: Capture | None = None
         self._addresses: list[int] = []
         self._turn = Turn.of(ctx) if self.on_gpu else None
+        self._traced = ctx.tracing.enabled
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
         """Outputs and written values of one call."""
         if self._turn is not None:
             self._turn.take()
+        if self.ctx.tracing.enabled is not self._traced:  # other kernels: load and capture again
+            self.calls, self.captured, self._traced = 0, None, self.ctx.tracing.enabled
         if self.captured is not None:
             values = self.captured(inputs)
         else:

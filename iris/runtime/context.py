@@ -27,6 +27,7 @@ from iris.runtime.groups import Group
 from iris.runtime.heap import Heap, slab_bytes
 from iris.runtime.rendezvous import Rendezvous
 from iris.runtime.slabs import create_slab
+from iris.runtime.tracing import Tracing
 from iris.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class Iris(Creation, CopyEngine, RankLogging):
         self.device = heap.device
         self.world = world
         self.ranks_on_device = gpu_ranks
+        self.tracing = Tracing(self)
         self._board = board
         self._groups: dict[tuple[int, ...], Group] = {world.ranks: world}
         self._tables: dict[str, Tensor] = {}
@@ -267,12 +269,13 @@ class Iris(Creation, CopyEngine, RankLogging):
         return self._table("bases", self.heap.bases, torch.uint64)
 
     def get_device_context(self) -> Tensor:
-        """Return int64[3 + num_ranks] for ``DeviceContext.initialize``.
+        """Return int64[7 + num_ranks] for ``DeviceContext.initialize``; the same one each time.
 
-        Rank, world size, heap bases, and the address of this rank's record of lost waits.
+        Rank, world size, heap bases; then trace_enabled, max_events, and the addresses of the trace
+        counter and buffer, which ``tracing.enable`` sets; then that of the record of lost waits.
         """
         record = self.watch.record.data_ptr()
-        values = (self.cur_rank, self.num_ranks, *self.heap.bases, record)
+        values = (self.cur_rank, self.num_ranks, *self.heap.bases, 0, 0, 0, 0, record)
         return self._table("context", values, torch.int64)
 
     def close(self) -> None:

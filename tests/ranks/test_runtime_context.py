@@ -33,7 +33,8 @@ def test_the_small_getters(ctx):
     assert (bases.shape, bases.dtype) == ((1,), torch.uint64)
     context = ctx.get_device_context()
     assert context.dtype == torch.int64
-    assert context.tolist() == [0, 1, int(bases[0]), ctx.watch.record.data_ptr()]
+    record = ctx.watch.record.data_ptr()
+    assert context.tolist() == [0, 1, int(bases[0]), 0, 0, 0, 0, record]
 
 
 def test_defaults_of_the_factory():

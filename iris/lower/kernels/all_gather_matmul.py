@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from iris.device import tracing
 from iris.device.target import device_function, fence_bulk
 from iris.lower.kernels.config import GemmConfig, Tiling, default_config
 from iris.lower.kernels.gemm import finish_piece, identity, nothing, run_segments
@@ -113,8 +114,8 @@ def _emit(env, tiles, row, column, epilogue, T: tl.constexpr):
 
 @triton.jit(do_not_specialize=["dry", "m", "rank", "stage", "M", "shard"])
 def all_gather_matmul_kernel(
-    dry, x, x_row, x_column, m, staging, flags, state, record, stage, rank, M, K, ld, shard, a_desc,
-    gathered, heads, table, scratch, counts,
+    dry, x, x_row, x_column, m, staging, flags, state, record, stage, trace, rank, M, K, ld, shard,
+    a_desc, gathered, heads, table, scratch, counts,
     b0, b0_row, b0_k, N0, out0, out0_row, out0_column,
     b1, b1_row, b1_k, N1, out1, out1_row, out1_column,
     b2, b2_row, b2_k, N2, out2, out2_row, out2_column,
@@ -124,10 +125,13 @@ def all_gather_matmul_kernel(
         epoch, number = enter(state)
         half = (epoch & 1) * M
         row = half + rank * shard
+        watch = (record, stage, trace)
+        since = tracing.begin(watch)
         sent = _push_rows((x, x_row, x_column), m, K, staging, row, ld, state, T)
+        tracing.end(watch, since, tracing.PUSH, nbytes=tracing.block_bytes(sent * T.world, T))
         if finished(state, 0, sent, _blocks(m, K, T), number):
             publish(flags, rank, epoch, T.world, T.lanes)
-        line = (peer(flags, rank, tl.int32), epoch, state, (record, stage))
+        line = (peer(flags, rank, tl.int32), epoch, state, watch)
         source = peer(staging, rank, T.dtype)
         a = (source, half + M, ld, 1, half)
         if T.a_mode != 0:
@@ -136,20 +140,22 @@ def all_gather_matmul_kernel(
         w0 = (b0, N0, b0_row, b0_k)
         w1 = (b1, N1, b1_row, b1_k)
         w2 = (b2, N2, b2_row, b2_k)
-        plan = (heads, table, scratch, counts, epoch, members)
+        plan = (heads, table, scratch, counts, epoch, members, watch)
         env = (M, shard, line, N0, (out0, out0_row, out0_column), args)
         run_segments(a, w0, w1, K, plan, number, _begin, _emit, nothing, env, epilogue, T)
         if T.weights > 1:
-            plan = (heads + 3, table, scratch, counts, epoch, members)
+            plan = (heads + 3, table, scratch, counts, epoch, members, watch)
             env = (M, shard, line, N1, (out1, out1_row, out1_column), args)
             run_segments(a, w1, w1, K, plan, number, _begin, _emit, nothing, env, epilogue, T)
         if T.weights > 2:
-            plan = (heads + 6, table, scratch, counts, epoch, members)
+            plan = (heads + 6, table, scratch, counts, epoch, members, watch)
             env = (M, shard, line, N2, (out2, out2_row, out2_column), args)
             run_segments(a, w2, w2, K, plan, number, _begin, _emit, nothing, env, epilogue, T)
         if gathered is not None:
             first = source + half.to(tl.int64) * ld
+            since = tracing.begin(watch)
             _copy_gathered(first, M, K, ld, gathered, number, line, T)
+            tracing.end(watch, since, tracing.COLLECT)
         if T.meet:
             meet(line[0], number, epoch, line[3], T.world, T.lanes)
         leave(state, epoch)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from iris.device import tracing
 from iris.device.target import device_function
 from iris.lower.kernels.config import TRITON_DTYPES
 from iris.lower.kernels.host import GroupLike, Turns, Workspace, launch, processors, round_up
@@ -62,14 +63,18 @@ def _sum_block(slots, M, N, ld, rows, mask, R: tl.constexpr):
 @triton.jit(do_not_specialize=["dry", "rank", "stage", "M", "blocks"])
 def all_reduce_norm_kernel(
     dry, x, x_row, residual, residual_row, weight, eps, out, out_row, summed, summed_row,
-    staging, flags, state, record, stage, rank, M, N, ld, blocks, R: tl.constexpr,
+    staging, flags, state, record, stage, trace, rank, M, N, ld, blocks, R: tl.constexpr,
 ):  # fmt: skip
     if dry == 0:
         epoch, number = enter(state)
         half = (epoch & 1).to(tl.int64) * R.world * M
+        watch = (record, stage, trace)
+        since = tracing.begin(watch)
         _push_rows(
             x, x_row, M, N, ld, half + rank * M, rank, blocks, staging, flags, epoch, state, R
         )
+        tracing.end(watch, since, tracing.PUSH)
+        since = tracing.begin(watch)
         mine = peer(flags, rank, tl.int32)
         slots = peer(staging, rank, R.dtype) + half * ld
         members = tl.arange(0, R.lanes)
@@ -80,7 +85,7 @@ def all_reduce_norm_kernel(
             mask = (rows < M)[:, None] & (columns < N)[None, :]
             r = rows.to(tl.int64)[:, None]
             flag = mine + members * blocks + block
-            wait(flag, members, members < R.world, epoch, (record, stage))
+            wait(flag, members, members < R.world, epoch, watch)
             total = _sum_block(slots, M, N, ld, rows, mask, R).to(R.dtype)
             if residual is not None:
                 at = residual + r * residual_row + columns[None, :]
@@ -95,6 +100,7 @@ def all_reduce_norm_kernel(
                 value = value * scale[None, :]
             tl.store(out + r * out_row + columns[None, :], value.to(R.dtype), mask=mask)
             block = ticket(state, 1) + tl.num_programs(0)
+        tracing.end(watch, since, tracing.SUM)
         leave(state, epoch)
 
 

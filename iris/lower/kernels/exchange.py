@@ -9,6 +9,7 @@ values are combined. See NOTE [Epochs] and NOTE [Progress] in protocol.py.
 import triton
 import triton.language as tl
 
+from iris.device import tracing
 from iris.device.target import device_function
 from iris.lower.kernels.protocol import (
     enter,
@@ -162,7 +163,7 @@ _LOOSE += ["numel", "share", "half", "half_sums"]
 @triton.jit(do_not_specialize=_LOOSE)
 def exchange_kernel(
     dry, x, rows, width, n1, n2, n3, s0, s1, s2, s3, s4, out, pieces, blocks, numel, share,
-    staging, sums, flags, state, record, stage, rank, half, half_sums, X: tl.constexpr,
+    staging, sums, flags, state, record, stage, trace, rank, half, half_sums, X: tl.constexpr,
 ):  # fmt: skip
     if dry == 0:
         epoch, number = enter(state)
@@ -172,21 +173,29 @@ def exchange_kernel(
         mine = peer(flags, rank, tl.int32)
         box = (rows, width, n1, n2, n3, s0, s1, s2, s3, s4)
         own = peer(staging, rank, X.dtype) + start
+        watch = (record, stage, trace)
+        since = tracing.begin(watch)
         copied, total = _publish_operand(x, box, own, state, X)
+        tracing.end(watch, since, tracing.PUSH, nbytes=tracing.block_bytes(copied, X))
         if finished(state, 0, copied, total, number):
             publish(flags, rank, epoch, X.world, X.lanes)
-        wait_members(mine, 0, X.world - 1, epoch, (record, stage), X.lanes)
+        wait_members(mine, 0, X.world - 1, epoch, watch, X.lanes)
         if X.two_shot:
             start_sums = parity * tl.multiple_of(half_sums, 16)
             first = tl.minimum(rank.to(tl.int64) * share, numel)
             size = tl.minimum(numel - first, share)
             own = peer(sums, rank, X.dtype) + start_sums
+            since = tracing.begin(watch)
             done, total = _reduce_share(first, size, start, staging, own, state, X)
+            tracing.end(watch, since, tracing.SUM)
             if finished(state, 1, done, total, number):
                 publish(flags, X.world + rank, epoch, X.world, X.lanes)
             mine += X.world
-            wait_members(mine, 0, X.world - 1, epoch, (record, stage), X.lanes)
+            wait_members(mine, 0, X.world - 1, epoch, watch, X.lanes)
+            since = tracing.begin(watch)
             _take_pieces(out, pieces, blocks, start_sums, sums, number, state, X)
         else:
+            since = tracing.begin(watch)
             _take_pieces(out, pieces, blocks, start, staging, number, state, X)
+        tracing.end(watch, since, tracing.COLLECT)
         leave(state, epoch)

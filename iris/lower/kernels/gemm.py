@@ -23,6 +23,7 @@ them. Either way parts are added in their order. Counters only grow, as flags do
 
 import triton.language as tl
 
+from iris.device import tracing
 from iris.device.target import device_function, together
 from iris.lower.kernels.schedule import SEGMENT_WORDS as _SEGMENT_WORDS
 
@@ -155,7 +156,7 @@ def _emit_parts(
 @device_function
 def _join(env, accs, at, parts, plan, row, column, emit, done, epilogue, T: tl.constexpr):
     """Store a part of a cut tile; add up and emit this program's columns: NOTE [Cut tiles]."""
-    _, _, scratch, counts, epoch, team = plan
+    _, _, scratch, counts, epoch, team, _ = plan
     C: tl.constexpr = T.block_n // T.pieces
     part = tl.load(at + 4)
     space = tl.load(at + 6)
@@ -211,13 +212,13 @@ def _share(heads, table, number, team, depth):
 def run_segments(a, b, b2, K, plan, number, begin, emit, done, env, epilogue, T: tl.constexpr):
     """Compute this program's segments of ``a @ b.T`` (and ``a @ b2.T`` where ``T.zipped`` is 2).
 
-    ``plan = (heads, table, scratch, counts, epoch, team)``, see `iris.lower.kernels.schedule` and
-    ``protocol.team``; ``a`` and ``b`` as in ``load_tile``, with ``a[4]`` the row of the source
-    where output row 0 is.
+    ``plan = (heads, table, scratch, counts, epoch, team, watch)``, see
+    `iris.lower.kernels.schedule` and ``protocol``; ``a`` and ``b`` as in ``load_tile``, with
+    ``a[4]`` the row of the source where output row 0 is.
     """
     BM: tl.constexpr = T.block_m
     BN: tl.constexpr = T.block_n
-    heads, table, _, _, _, team = plan
+    heads, table, _, _, _, team, watch = plan
     depth = tl.maximum(1, tl.cdiv(K, T.block_k))
     segment, steps = _share(heads, table, number, team, depth)
     segment -= team
@@ -228,6 +229,7 @@ def run_segments(a, b, b2, K, plan, number, begin, emit, done, env, epilogue, T:
     count = 0
     acc = tl.zeros((BM, BN), T.acc)
     acc2 = acc
+    since = tracing.begin(watch)
     for _ in tl.range(0, steps):
         step = tl.where(step == count - 1, 0, step + 1)
         if step == 0:
@@ -237,6 +239,7 @@ def run_segments(a, b, b2, K, plan, number, begin, emit, done, env, epilogue, T:
             first = tl.load(table + segment * SEGMENT_WORDS + 2)
             count = tl.load(table + segment * SEGMENT_WORDS + 3)
             begin(env, row, column, T)
+            since = tracing.begin(watch)
         k = (first + step) * T.block_k
         x = load_tile(a, a[4] + row, k, K, T.block_m, T.block_k, T.a_mode)
         acc = _dot(x, load_tile(b, column, k, K, T.block_n, T.block_k, T.b_mode), acc, T)
@@ -244,7 +247,10 @@ def run_segments(a, b, b2, K, plan, number, begin, emit, done, env, epilogue, T:
             y = load_tile(b2, column, k, K, T.block_n, T.block_k, T.b_mode)
             acc2 = _dot(x, y, acc2, T)
         if step == count - 1:
+            tracing.end(watch, since, tracing.TILE, detail=(row.to(tl.int64) << 32) | column)
+            emitting = tracing.begin(watch)
             _flush(env, (acc, acc2), segment, plan, row, column, emit, done, epilogue, T)
+            tracing.end(watch, emitting, tracing.EMIT)
             acc = tl.zeros((BM, BN), T.acc)
             acc2 = tl.zeros((BM, BN), T.acc)
 

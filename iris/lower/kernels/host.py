@@ -107,7 +107,7 @@ class Workspace:
     """Symmetric staging (two halves of ``half`` bytes) and flags of a stage; its local counters.
 
     ``staging`` and ``flags`` are int64[size]: where every member's are, as addressed from this
-    process. ``watch`` is what bounded waits take: the rank's record, and this stage's number.
+    process.
     """
 
     def __init__(self, ctx: Any, group: GroupLike, half: int, flags: int, what: str) -> None:
@@ -120,11 +120,20 @@ class Workspace:
         self.flags = torch.tensor(self.block.peers, dtype=torch.int64, device=self.device)
         self.staging = self.flags + flag_bytes
         self.state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=self.device)
-        self.watch = (ctx.watch.record, ctx.watch.stage(what, group.ranks))
+        self._watch = ctx.watch.record, ctx.watch.stage(what, group.ranks)
+        self._tracing = ctx.tracing
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         # No rank may set a flag before its owner has zeroed it.
         group.sync(zlib.crc32(what.encode()) & 0x7FFFFFFF, what)
+
+    @property
+    def watch(self) -> tuple[Tensor, int, Tensor | None]:
+        """What waits and events take: the rank's record, this stage's number, the trace fields.
+
+        The fields are None, and nothing of events is compiled, while tracing is not enabled.
+        """
+        return (*self._watch, self._tracing.fields if self._tracing.enabled else None)
 
 
 def operand_mode(x: Tensor, tma: bool) -> int:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from iris.device import tracing
 from iris.device.target import device_function
 from iris.lower.kernels.config import TRITON_DTYPES, GemmConfig, Tiling, default_config
 from iris.lower.kernels.gemm import identity, nothing, run_segments
@@ -50,7 +51,7 @@ def _done(env, row, column, T: tl.constexpr):
 @triton.jit(do_not_specialize=["dry", "m", "rank", "stage", "M", "shard", "run"])
 def matmul_all_gather_kernel(
     dry, a, a_row, a_k, b, b_row, b_k, out, out_row, out_column, staging, flags, state, record,
-    stage, rank, m, M, N, K, ld, shard, run, heads, table, scratch, counts, args,
+    stage, trace, rank, m, M, N, K, ld, shard, run, heads, table, scratch, counts, args,
     epilogue: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     if dry == 0:
@@ -60,15 +61,18 @@ def matmul_all_gather_kernel(
             greet(flags, rank, number, epoch, T.world, T.lanes)
         left = (a, m, a_row, a_k, 0)
         right = (b, N, b_row, b_k)
-        plan = (heads, table, scratch, counts, epoch, team(state))
+        watch = (record, stage, trace)
+        plan = (heads, table, scratch, counts, epoch, team(state), watch)
         each = tiles_in(shard, N, T)
         slot = half + rank * shard
         env = (slot, (m, N), ld, staging, T.world + rank * each, flags, epoch, args)
         run_segments(left, right, right, K, plan, number, nothing, _emit, _done, env, epilogue, T)
-        line = (peer(flags, rank, tl.int32), epoch, state, (record, stage))
+        line = (peer(flags, rank, tl.int32), epoch, state, watch)
         source = peer(staging, rank, T.dtype) + half * ld
         sink = (out, out_row, out_column, M, N, args)
+        since = tracing.begin(watch)
         collect(source, ld, T.world, shard, run, (M, N), line, rank, number, sink, identity, T)
+        tracing.end(watch, since, tracing.COLLECT)
         if T.meet:
             meet(line[0], number, epoch, line[3], T.world, T.lanes)
         leave(state, epoch)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from iris.device import tracing
 from iris.device.target import device_function
 from iris.lower.kernels.config import GemmConfig, Tiling, default_config
 from iris.lower.kernels.gemm import identity, nothing, run_segments
@@ -84,7 +85,7 @@ def _sent_sums(env, item, T: tl.constexpr):
 @triton.jit(do_not_specialize=["dry", "rank", "stage", "M", "shard", "run"])
 def matmul_all_reduce_kernel(
     dry, a, a_row, a_k, b, b_row, b_k, out, out_row, out_column, staging, sums, flags, state,
-    record, stage, rank, M, N, K, ld, shard, run, heads, table, scratch, counts, args,
+    record, stage, trace, rank, M, N, K, ld, shard, run, heads, table, scratch, counts, args,
     after: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     if dry == 0:
@@ -94,14 +95,17 @@ def matmul_all_reduce_kernel(
         half = ((epoch & 1) * T.world).to(tl.int64) * slot_rows
         left = (a, M, a_row, a_k, 0)
         right = (b, N, b_row, b_k)
-        plan = (heads, table, scratch, counts, epoch, team(state))
+        watch = (record, stage, trace)
+        plan = (heads, table, scratch, counts, epoch, team(state), watch)
         env = (half + rank * slot_rows, shard, size, ld, staging, flags, rank, epoch)
         run_segments(left, right, right, K, plan, number, nothing, _emit, _done, env, identity, T)
-        line = (peer(flags, rank, tl.int32), epoch, state, (record, stage))
+        line = (peer(flags, rank, tl.int32), epoch, state, watch)
         parts = (peer(staging, rank, T.dtype) + half * ld, slot_rows, ld)
         sink = (out, out_row, out_column, M, N, args)
+        since = tracing.begin(watch)
         if T.one_shot:
             sum_rows(number, M, 0, run, parts, size, line, finish_sum, no_news, sink, after, T)
+            tracing.end(watch, since, tracing.SUM)
         else:
             m = tl.minimum(shard, M - rank * shard)
             row0 = (epoch & 1).to(tl.int64) * T.world * shard
@@ -113,8 +117,11 @@ def matmul_all_reduce_kernel(
             sum_rows(
                 number, m, first, run, parts, size, line, _send_sum, _sent_sums, send, after, T
             )
+            tracing.end(watch, since, tracing.SUM)
+            since = tracing.begin(watch)
             source = peer(sums, rank, T.dtype) + row0 * ld
             collect(source, ld, first_flag, shard, run, size, line, rank, number, sink, after, T)
+            tracing.end(watch, since, tracing.COLLECT)
         leave(state, epoch)
 
 

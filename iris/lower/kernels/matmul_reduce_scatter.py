@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from iris.device import tracing
 from iris.device.target import device_function
 from iris.lower.kernels.config import GemmConfig, Tiling, default_config
 from iris.lower.kernels.gemm import identity, nothing, run_segments
@@ -57,7 +58,7 @@ def _done(env, row, column, T: tl.constexpr):
 @triton.jit(do_not_specialize=["dry", "m", "rank", "stage", "M", "shard", "run"])
 def matmul_reduce_scatter_kernel(
     dry, a, a_row, a_k, b, b_row, b_k, out, out_row, out_column, staging, flags, state, record,
-    stage, rank, m, M, N, K, ld, shard, run, heads, table, scratch, counts, args, after_args,
+    stage, trace, rank, m, M, N, K, ld, shard, run, heads, table, scratch, counts, args, after_args,
     epilogue: tl.constexpr, after: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     if dry == 0:
@@ -68,14 +69,17 @@ def matmul_reduce_scatter_kernel(
             greet(flags, rank, number, epoch, T.world, T.lanes)
         left = (a, M, a_row, a_k, 0)
         right = (b, N, b_row, b_k)
-        plan = (heads, table, scratch, counts, epoch, team(state))
+        watch = (record, stage, trace)
+        plan = (heads, table, scratch, counts, epoch, team(state), watch)
         env = (half + rank * shard, shard, size, ld, staging, flags, rank, epoch, args)
         run_segments(left, right, right, K, plan, number, nothing, _emit, _done, env, epilogue, T)
-        line = (peer(flags, rank, tl.int32), epoch, state, (record, stage))
+        line = (peer(flags, rank, tl.int32), epoch, state, watch)
         parts = (peer(staging, rank, T.dtype) + half * ld, shard, ld)
         sink = (out, out_row, out_column, m, N, after_args)
         first = rank * shard
+        since = tracing.begin(watch)
         sum_rows(number, m, first, run, parts, size, line, finish_sum, no_news, sink, after, T)
+        tracing.end(watch, since, tracing.SUM)
         if T.meet:
             meet(line[0], number, epoch, line[3], T.world, T.lanes)
         leave(state, epoch)

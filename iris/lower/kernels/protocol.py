@@ -18,7 +18,7 @@ the time the first one asks. One that starts later finds no such work.
 
 import triton.language as tl
 
-from iris.device import signals
+from iris.device import signals, tracing
 from iris.device.target import INTERPRETED, device_function, together
 
 # Words of a stage's local state (int32). EPOCH grows; the last program of a launch sets the others
@@ -121,11 +121,15 @@ def publish_to(flags, first, last, index, epoch, LANES: tl.constexpr):
 def wait(words, members, valid, epoch, watch):
     """Wait until the flags at ``words`` say ``epoch + 1``: of those ``members`` that are ``valid``.
 
-    Reads after it see what was stored before the flags were set. ``watch`` is (record, stage): see
-    NOTE [Bounded waits] in `iris.device.watch`. A wait that runs out returns too; the host will
-    raise.
+    Reads after it see what was stored before the flags were set. ``watch`` is (record, stage,
+    trace): see NOTE [Bounded waits] in `iris.device.watch`, and `iris.device.tracing`. A wait that
+    runs out returns too; the host will raise.
     """
+    since = tracing.begin(watch)
     signals.wait(words, epoch + 1, watch[0], watch[1], members, valid)
+    if watch[2] is not None:
+        bits = tracing.member_bits(members, valid)
+        tracing.end(watch, since, tracing.WAIT, peers=bits)
 
 
 @device_function

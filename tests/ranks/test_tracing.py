@@ -1,0 +1,169 @@
+"""What kernels record: ``ctx.tracing``, ``DeviceContext`` with tracing, and the exported traces."""
+
+import json
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import iris
+import iris.device.pickling  # kernels of this file travel to the ranks
+from iris import DeviceContext, P
+from iris.runtime.timeline import Timeline
+from iris.testing import small_integers
+
+pytestmark = pytest.mark.ranks
+
+
+@triton.jit
+def every_method(words, x, kind, rank: tl.constexpr, W: tl.constexpr, TRACING: tl.constexpr):
+    ctx = DeviceContext.initialize(words, rank, W, tracing=TRACING)
+    peer: tl.constexpr = (rank + 1) % W
+    i = tl.arange(0, 64)
+    since = ctx.trace_begin()
+    value = ctx.load(x + i, peer)
+    ctx.store(x + 64 + i, value, peer, mask=i < 10)
+    ctx.put(x + i, x + 128 + i, peer, mask=i < 5)
+    ctx.get(x + i, x + 192 + i, peer)
+    ctx.copy(x + i, x + 256 + i, peer, peer)
+    ctx.atomic_add(x + 320, 1, peer)
+    ctx.barrier()
+    ctx.trace_end(since, kind, peer, nbytes=77)
+
+
+def records_methods(tracing):
+    ctx = iris.iris(1 << 20)
+    ctx.tracing.enable(max_events=100)
+    x = ctx.zeros(1024, dtype=torch.int32)
+    ctx.barrier()
+    kind = ctx.tracing.kind("all of it")
+    every_method[(1,)](ctx.get_device_context(), x, kind, ctx.cur_rank, ctx.num_ranks, tracing)
+    ctx.barrier()
+    return ctx.tracing.timeline()
+
+
+def test_methods_of_the_context_record_themselves(ranks):
+    timeline = ranks(2).run(records_methods, True)[1]
+    for rank in range(2):
+        events = [event for event in timeline.events if event.rank == rank]
+        found = [(e.kind, e.args.get("peers"), e.args.get("bytes")) for e in events]
+        peer = [1 - rank]
+        assert found[:7] == [
+            ("all of it", peer, 77),
+            ("load", peer, 256),
+            ("store", peer, 40),
+            ("put", peer, 20),
+            ("get", peer, 256),
+            ("copy", peer, 256),
+            ("atomic", peer, 4),
+        ]
+        inside = ["barrier", "signal", "signal", f"wait for {rank}", f"wait for {1 - rank}"]
+        assert sorted(event.name for event in events[7:]) == sorted(inside)
+        whole = events[0]
+        assert all(whole.start <= e.start <= e.end <= whole.end for e in events)
+        assert len({event.track for event in events}) == 1
+    assert ranks(2).run(records_methods, False)[0].events == []
+
+
+def overflows(folder):
+    ctx = iris.iris(1 << 20)
+    ctx.tracing.enable(max_events=5)
+    x = ctx.zeros(1024, dtype=torch.int32)
+    arguments = (ctx.get_device_context(), x, 20, ctx.cur_rank, ctx.num_ranks)
+    ctx.barrier()
+    every_method[(1,)](*arguments, True)
+    first = ctx.tracing.timeline(merge=False).about["ranks"]
+    files = [ctx.tracing.export(folder / "own.json"), ctx.tracing.export(folder / "all.json", True)]
+    ctx.tracing.reset()
+    ctx.barrier()
+    after = ctx.tracing.timeline(merge=False).about["ranks"]
+    ctx.tracing.disable()
+    every_method[(1,)](*arguments, True)  # compiled in, and switched off
+    off = ctx.tracing.timeline(merge=False).about["ranks"]
+    counts = [
+        [(rank["events"], rank["dropped"]) for rank in about] for about in (first, after, off)
+    ]
+    return counts, files
+
+
+def test_what_finds_no_room_is_counted_and_said(ranks, tmp_path, capfd):
+    (counts, own), (_, other) = ranks(2).run(overflows, tmp_path)
+    assert counts == [[(5, 7)] * 2, [(0, 0)] * 2, [(0, 0)] * 2]
+    assert [own, other] == [
+        [tmp_path / "own-rank0.json", tmp_path / "all.json"],
+        [tmp_path / "own-rank1.json", None],
+    ]
+    merged = json.loads((tmp_path / "all.json").read_text())
+    assert merged["otherData"]["ranks"][1] == {
+        "rank": 1,
+        "events": 5,
+        "dropped": 7,
+        "uncertainty_us": 0.0,
+    }
+    titles = [row["args"] for row in merged["traceEvents"] if row["name"] == "process_name"]
+    assert titles == [{"name": "rank 0"}, {"name": "rank 1"}]
+    again = Timeline.load(tmp_path / "all.json")
+    alone = Timeline.load(own[0])
+    assert [e.name for e in again.events if e.rank == 0] == [e.name for e in alone.events]
+    assert again.tracks() == [(0, "program 0"), (1, "program 0")]
+
+
+def misuse():
+    ctx = iris.iris(1 << 20)
+    texts = []
+    for call in (ctx.tracing.reset, ctx.tracing.timeline, lambda: ctx.tracing.enable(0)):
+        with pytest.raises(iris.IrisError) as error:
+            call()
+        texts.append(str(error.value))
+    return texts
+
+
+def test_misuse_says_the_way_out(ranks):
+    never = "tracing was never enabled in this context\nhelp: call ctx.tracing.enable() first"
+    assert ranks(1).run(misuse) == [[never, never, "max_events=0 must be a whole number above 0"]]
+
+
+def mlp(x, w_up, w_down):
+    h = iris.all_gather(x, "tp", dim=0) @ w_up
+    return iris.reduce_scatter(h @ w_down, "tp", dim=0)
+
+
+def traced_program():
+    ctx = iris.iris(1 << 22)
+    f = iris.spmd(in_specs=(P("tp"), P(None, "tp"), P("tp")), out_specs=P("tp"), lowering="triton")(
+        mlp
+    )
+    rank = ctx.cur_rank
+    timelines = []
+    for step in range(3):  # on, off, on again: the program is the same
+        (ctx.tracing.disable if step == 1 else ctx.tracing.enable)(*(() if step == 1 else (5000,)))
+        x = [small_integers((16, 16), r, step) for r in range(2)]
+        up = [small_integers((16, 24), r, step + 5) for r in range(2)]
+        down = [small_integers((24, 8), r, step + 9) for r in range(2)]
+        y = f(x[rank], up[rank], down[rank])
+        parts = [torch.cat(x) @ u @ d for u, d in zip(up, down, strict=True)]
+        assert torch.equal(y, sum(parts)[16 * rank :][:16])
+        timelines.append(ctx.tracing.timeline())
+    return timelines
+
+
+def test_stages_of_a_program_record_themselves(ranks):
+    first, off, again = ranks(2).run(traced_program)[0]
+    assert [e.name for e in off.events] == [e.name for e in first.events]  # nothing was added
+    for timeline in (first, again):
+        for rank in range(2):
+            events = [event for event in timeline.events if event.rank == rank]
+            gather = [e for e in events if e.args["stage"].startswith("all_gather_matmul")]
+            scatter = [e for e in events if e.args["stage"].startswith("matmul_reduce_scatter")]
+            assert len(gather) + len(scatter) == len(events)
+            assert {event.kind for event in gather} == {"push", "wait", "tile", "emit"}
+            assert {event.kind for event in scatter} == {"tile", "emit", "sum", "wait"}
+            # It pushed its rows to both ranks; tiles waited for the ranks whose rows they need.
+            pushed = sum(e.args.get("bytes", 0) for e in gather if e.kind == "push")
+            assert pushed == 2 * 16 * 16 * 4
+            tiles = [(e.args["row"], e.args["column"]) for e in gather if e.kind == "tile"]
+            assert len(tiles) == len(set(tiles)) > 1
+            waited = {peer for e in gather if e.kind == "wait" for peer in e.args["peers"]}
+            assert waited == {0, 1}
+        assert {event.rank for event in timeline.events} == {0, 1}
