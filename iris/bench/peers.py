@@ -1,5 +1,7 @@
 """What stages are measured against: cuBLAS alone, cuBLAS and copies, torch's own operators."""
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ from iris.lower.kernels.host import rows_of, shard_rows
 
 OPS: Any = torch.ops.symm_mem
 WAIT: Any = torch.ops._c10d_functional.wait_tensor
+BYTES = 512 << 20  # of a result, at most
 Copies = Sequence[Sequence[Tensor]]
 
 
@@ -21,24 +24,21 @@ def group_name() -> str:
     return dist.group.WORLD.group_name  # type: ignore[union-attr]
 
 
-def symmetric(*shape: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Any]:
-    """A tensor in torch's symmetric memory, and torch's handle for it."""
-    tensor = symm.empty(shape, device=torch.device("cuda"), dtype=dtype)
+@functools.cache
+def _memory() -> tuple[Tensor, Any]:
+    """Torch's symmetric memory, once for all: allocating it again and again hung its barrier."""
+    tensor = symm.empty(BYTES, device=torch.device("cuda"), dtype=torch.uint8)
     world = dist.group.WORLD
     assert world is not None
+    symm.get_symm_mem_workspace(group_name(), min_size=BYTES)
     return tensor, symm.rendezvous(tensor, world)
 
 
-def all_gathered(x: Tensor) -> Tensor:
-    """All ranks' tensors of one shape, stacked."""
-    shared, handle = symmetric(*x.shape, dtype=x.dtype)
-    shared.copy_(x)
-    handle.barrier()
-    parts = [handle.get_buffer(r, x.shape, x.dtype) for r in range(dist.get_world_size())]
-    stacked = torch.stack(parts)
-    handle.barrier(channel=1)
-    torch.cuda.synchronize()
-    return stacked
+def symmetric(*shape: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Any]:
+    """A tensor in torch's symmetric memory, always at the same place, and torch's handle for it."""
+    memory, handle = _memory()
+    nbytes = math.prod(shape) * dtype.itemsize
+    return memory[:nbytes].view(dtype).view(shape), handle
 
 
 def gather_peers(copies: Copies, ready: Copies) -> dict[str, Call]:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import iris
 from iris.bench.peers import (
-    all_gathered,
     gather_peers,
     reduce_peers,
     scatter_peers,
@@ -87,12 +86,15 @@ def _gather(M: int, hidden: int, inner: int) -> Problem:
 
 def _partial(M: int, hidden: int, inner: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
     """Operands of a row-parallel product, the product, and its sum over ranks."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    x = random_tensor(M, inner // world, seed=rank)
-    copies = rotated(x, random_tensor(hidden, inner // world, seed=99 + rank))
-    part = x.float() @ copies[0][1].T.float()
-    total = all_gathered(part.to(x.dtype)).sum(0, dtype=torch.float32)
-    return [(x, w.T) for x, w in copies], part, total
+    world, K = dist.get_world_size(), inner // dist.get_world_size()
+    total = torch.zeros(M, hidden, device="cuda")
+    for rank in range(world):
+        operands = random_tensor(M, K, seed=rank), random_tensor(hidden, K, seed=99 + rank)
+        product = operands[0].float() @ operands[1].T.float()
+        total += product.to(torch.bfloat16).float()
+        if rank == dist.get_rank():
+            part, mine = product, operands
+    return [(x, w.T) for x, w in rotated(*mine)], part, total
 
 
 def _scatter(M: int, hidden: int, inner: int) -> Problem:

@@ -69,6 +69,7 @@ def _push_rows(x, m, K, staging, row, ld, state, S: tl.constexpr):
     sent = 0
     block = ticket(state, 0)
     while block < _blocks(m, K, S):
+        later = ticket(state, 0)
         r, c = _block(block, K, S)
         mask = (r < m)[:, None] & (c < K)[None, :]
         at = r.to(tl.int64)[:, None] * x[1] + c.to(tl.int64)[None, :] * x[2]
@@ -77,7 +78,7 @@ def _push_rows(x, m, K, staging, row, ld, state, S: tl.constexpr):
         for member in tl.static_range(W):
             tl.store(peer(staging, member, S.dtype) + at, value, mask=mask)
         sent += 1
-        block = ticket(state, 0)
+        block = later
     return sent
 
 
@@ -88,12 +89,13 @@ def _copy_gathered(source, M, K, ld, out, number, line, S: tl.constexpr):
     wait_members(flags, 0, S.world - 1, epoch, watch, S.lanes)
     block = number
     while block < _blocks(M, K, S):
+        later = ticket(state, 1) + tl.num_programs(0)
         r, c = _block(block, K, S)
         mask = (r < M)[:, None] & (c < K)[None, :]
         r = r.to(tl.int64)[:, None]
         value = tl.load(source + r * ld + c[None, :], mask=mask, cache_modifier=".cg")
         tl.store(out + r * K + c[None, :], value, mask=mask)
-        block = ticket(state, 1) + tl.num_programs(0)
+        block = later
 
 
 @device_function

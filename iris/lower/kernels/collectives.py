@@ -74,12 +74,13 @@ class Exchange:
         numel = max(math.prod(shape), largest or 0)
         self.carrier, moves = _carrier(dtype, op, group.size)
         itemsize = self.carrier.itemsize
-        self.programs = _programs(numel * itemsize, device)
         self.share = round_up(-(-numel // group.size), 16)
         if two_shot:
             pieces = [_share(numel, self.share, member, group) for member in _from_own(group)]
         width = max((piece.words()[2] for piece in pieces), default=1)
-        block = _block(numel, itemsize, self.programs, device)
+        most = max(numel, sum(math.prod(piece.shape) for piece in pieces))
+        self.programs = _programs(most * itemsize, device)
+        block = _block(most, itemsize, self.programs, device)
         columns = min(block, 1 << max(0, width - 1).bit_length())
         self.moves = replace(
             moves,
@@ -144,8 +145,8 @@ def _programs(nbytes: int, device: torch.device) -> int:
 
 
 def _block(numel: int, itemsize: int, programs: int, device: torch.device) -> int:
-    """Elements that a program moves at a time: a few blocks for each program, full accesses."""
-    each = max(1, numel // (4 * programs))
+    """Elements that a program moves at a time: two blocks for each program, full accesses."""
+    each = max(1, numel // (2 * programs))
     least = _LEAST_BYTES // itemsize if device.type == "cuda" else 256
     return max(least, min(_BLOCK_BYTES // itemsize, 1 << (each.bit_length() - 1)))
 

@@ -66,7 +66,7 @@ def default_config(M: int, N: int, dtype: torch.dtype, device: torch.device) -> 
     step = 128 // dtype.itemsize
     stages = 3 if dtype in (torch.float32, torch.int8) else 4  # whose results are 4 bytes wide
     if M <= 64:
-        return GemmConfig(64, 128, 2 * step, 4, stages, pieces=1, cut=False, copy=4096)
+        return GemmConfig(64, 128, 2 * step, 4, stages, pieces=2, copy=4096)
     if min(M, N) <= 128 or dtype.itemsize > 2:
         return GemmConfig(128, 128, step, stages=stages, pieces=2)
     if M < 2048:

@@ -48,6 +48,7 @@ def _publish_operand(x, box, staging, state, X: tl.constexpr):
     copied = 0
     block = ticket(state, 0)
     while block < total:
+        later = ticket(state, 0)
         r = (block // across).to(tl.int64) * X.rows + tl.arange(0, X.rows)
         c = (block % across).to(tl.int64) * X.columns + tl.arange(0, X.columns)
         mask = (r < rows)[:, None] & (c < width)[None, :]
@@ -56,7 +57,7 @@ def _publish_operand(x, box, staging, state, X: tl.constexpr):
         put = tl.multiple_of(r * width, V)
         tl.store(staging + (put[:, None] + c[None, :]), value, mask=mask)
         copied += 1
-        block = ticket(state, 0)
+        block = later
     return copied, total
 
 
@@ -94,11 +95,12 @@ def _reduce_share(first, size, start, staging, sums, state, X: tl.constexpr):
     done = 0
     block = ticket(state, 1)
     while block < total:
+        later = ticket(state, 1)
         i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         value = _combined(staging, start, first + i, i < size, X)
         tl.store(sums + i, value, mask=i < size)
         done += 1
-        block = ticket(state, 1)
+        block = later
     return done, total
 
 
@@ -109,6 +111,7 @@ def _take_pieces(out, pieces, blocks, start, source, number, state, X: tl.conste
     piece = 0
     block = number
     while block < blocks:
+        later = ticket(state, 2) + tl.num_programs(0)
         at = pieces + piece * PIECE_WORDS
         while block >= tl.load(at + PIECE_WORDS + 16):
             piece += 1
@@ -138,26 +141,12 @@ def _take_pieces(out, pieces, blocks, start, source, number, state, X: tl.conste
         else:
             value = _combined(source, start, take, mask, X)
         tl.store(out + put, value, mask=mask)
-        block = ticket(state, 2) + tl.num_programs(0)
+        block = later
 
 
 # All numbers but the last stride: what is known of them is said by ``tl.multiple_of``.
-_LOOSE = [
-    "dry",
-    "rank",
-    "stage",
-    "blocks",
-    "rows",
-    "width",
-    "n1",
-    "n2",
-    "n3",
-    "s0",
-    "s1",
-    "s2",
-    "s3",
-]
-_LOOSE += ["numel", "share", "half", "half_sums"]
+_LOOSE = ["dry", "rank", "stage", "blocks", "numel", "share", "half", "half_sums", "rows", "width"]
+_LOOSE += ["n1", "n2", "n3", "s0", "s1", "s2", "s3"]
 
 
 @triton.jit(do_not_specialize=_LOOSE)

@@ -133,8 +133,11 @@ def _add_parts(scratch, space, parts, weight, column, T: tl.constexpr):
     total = tl.load(_part(scratch, space, weight, column, C, T), cache_modifier=".cg")
     part = 1
     while part < parts:
-        total += tl.load(_part(scratch, space + part, weight, column, C, T), cache_modifier=".cg")
-        part += 1
+        # Several at a time: a single load a step would last as long as all of these.
+        for next in tl.static_range(4):
+            there = _part(scratch, space + part + next, weight, column, C, T)
+            total += tl.load(there, mask=part + next < parts, other=0, cache_modifier=".cg")
+        part += 4
     return total
 
 

@@ -194,7 +194,7 @@ def part_tiling(
     """
     T = Tiling.of(config, world, 1, dtype, interpreted())
     programs = config.programs or processors(device)
-    wanted = max(1, 4 * programs // max(1, -(-columns // T.block_n)))  # runs in a column of tiles
+    wanted = max(1, 2 * programs // max(1, -(-columns // T.block_n)))  # runs in a column of tiles
     each = max(1, min(T.block_m, rows // wanted))
     high = min(max(1, config.copy // 2 // T.block_n), 1 << (each.bit_length() - 1))
     T = T.with_modes(dtype=TRITON_DTYPES[part], rows=high, columns=T.block_n)

@@ -76,7 +76,10 @@ def team(state):
 
 @device_function
 def ticket(state, work: tl.constexpr):
-    """Take the next item of a work list of this launch."""
+    """Take the next item of a work list of this launch.
+
+    Taken before the present item is worked on, it costs no time; one too many does no harm.
+    """
     return tl.atomic_add(state + (TICKETS + 2 * work), 1, sem="relaxed", scope="gpu")
 
 

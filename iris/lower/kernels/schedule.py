@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Steps that a cut costs: storing a part, meeting, and adding the parts, in units of one step of the
-# loop.
+# What a cut costs, in steps of the loop: storing a part and meeting, and adding each of the parts.
 CUT_COST = 12
+PART_COST = 0.5
 SEGMENT_WORDS = 8
 
 
@@ -102,5 +102,8 @@ def make_schedule(
 def _parts(tiles: int, depth: int, programs: int) -> int:
     """Into how many parts to cut each of the ``tiles`` of the last wave; 1: do not."""
     most = min(programs // tiles, depth) if tiles else 1
-    steps = -(-depth // most)
-    return most if most > 1 and steps + CUT_COST < depth else 1
+    costs = {
+        parts: -(-depth // parts) + CUT_COST + PART_COST * parts for parts in range(2, most + 1)
+    }
+    best = min(costs, key=costs.__getitem__, default=1)
+    return best if best > 1 and costs[best] < depth else 1

@@ -104,6 +104,9 @@ def sum_rows(
     items = tl.cdiv(m, run) * across
     item = ticket(line[2], 0) if T.awaited else number
     while item < items:
+        later = ticket(line[2], 0)
+        if not T.awaited:
+            later += tl.num_programs(0)
         row = item // across * run
         column = item % across * T.columns
         end = tl.minimum(row + run, m)
@@ -116,9 +119,7 @@ def sum_rows(
             store(env, sum_parts(parts, at, mask, T), row, column, after, T)
             row += T.rows
         summed(env, item, T)
-        item = ticket(line[2], 0)
-        if not T.awaited:
-            item += tl.num_programs(0)
+        item = later
 
 
 @device_function
@@ -159,6 +160,7 @@ def collect(
     lane = tl.arange(0, LANES)
     target, out_row, out_column, _, _, args = out
     while number < each * T.world:
+        later = ticket(state, 1) + tl.num_programs(0)
         owner = (number // each + rank) % T.world
         item = number % each
         row = item // across * run
@@ -178,4 +180,4 @@ def collect(
             value = tl.load(source + at, mask=mask, cache_modifier=".cg").to(T.acc)
             finish_sum(sink, value, first + row, column, after, T)
             row += T.rows
-        number = ticket(state, 1) + tl.num_programs(0)
+        number = later
