@@ -19,7 +19,7 @@ BYTES = 512 << 20  # of a result, at most
 Copies = Sequence[Sequence[Tensor]]
 
 
-def group_name() -> str:
+def group_name() -> Any:
     """Name of the world's process group."""
     return dist.group.WORLD.group_name  # type: ignore[union-attr]
 
