@@ -2,35 +2,39 @@
 
 A layer is all_gather, matmul, silu, matmul, reduce_scatter. ``straight`` writes them out one after
 the other; ``nested`` calls one decorated layer N times. JAX (if it can be imported) does
-``jit(shard_map(...)).trace().lower()``.
+``jit(shard_map(...)).trace().lower()``. Each is the best of a few runs, by the wall and by the CPU
+time of the process, which other work on the machine disturbs less.
 
     python benchmarks/trace.py 100 1000 [--json benchmarks/results/trace.json]
 """
 
 import argparse
+import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
-REPEATS = 5
+REPEATS = 7
 
 
-def best(fn: Callable[[], object]) -> float:
-    """Median seconds of a few runs, after one that is not counted."""
+def best(fn: Callable[[], object]) -> dict[str, float]:
+    """Seconds of the best of a few runs, after one that is not counted."""
     fn()
-    times = []
+    clocks = {"wall": time.perf_counter, "cpu": time.process_time}
+    times: dict[str, list[float]] = {name: [] for name in clocks}
     for _ in range(REPEATS):
-        start = time.perf_counter()
+        start = {name: clock() for name, clock in clocks.items()}
         fn()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        for name, clock in clocks.items():
+            times[name].append(clock() - start[name])
+    return {name: round(min(found), 4) for name, found in times.items()}
 
 
-def with_iris(layers: int, nested: bool) -> float:
+def with_iris(layers: int, nested: bool) -> dict[str, float]:
     import torch
     import torch.nn.functional as F
 
@@ -58,7 +62,7 @@ def with_iris(layers: int, nested: bool) -> float:
     return best(run)
 
 
-def with_jax(layers: int) -> float | None:
+def with_jax(layers: int) -> dict[str, float] | None:
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     try:
         import jax
@@ -83,6 +87,18 @@ def with_jax(layers: int) -> float | None:
     return best(run)
 
 
+def machine() -> dict[str, Any]:
+    import torch
+
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        names = {line.partition(": ")[2].strip() for line in file if line.startswith("model name")}
+    found = {"cpu": ", ".join(sorted(names)), "cores": os.cpu_count()}
+    found |= {"python": platform.python_version(), "torch": torch.__version__}
+    if importlib.util.find_spec("jax"):
+        found["jax"] = importlib.metadata.version("jax")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("layers", type=int, nargs="+")
@@ -97,14 +113,9 @@ def main() -> None:
             "jax": with_jax(layers),
         }
         rows.append(row)
-        print({name: round(value, 3) if value else value for name, value in row.items()})  # noqa: T201
+        print(row)  # noqa: T201
     if options.json:
-        import torch
-
-        machine = {"cores": os.cpu_count(), "python": platform.python_version()}
-        text = json.dumps(
-            {"machine": machine, "torch": torch.__version__, "seconds": rows}, indent=1
-        )
+        text = json.dumps({"machine": machine(), "seconds": rows}, indent=1)
         with open(options.json, "w", encoding="utf-8") as file:
             file.write(text + "\n")
 
