@@ -14,6 +14,7 @@ from iris.errors import SpecError
 from iris.spmd.statics import SIMPLE, static_key
 
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
+Bases = tuple[tuple[int, ...], ...]  # for each piece of shared memory, the tensors in it
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -195,10 +196,42 @@ def overlaps(key: tuple[tuple[int, int], ...]) -> bool:
     return len({first for first, _ in key}) < len(key)
 
 
-def flat_base(members: Sequence[Tensor], name: str) -> tuple[Tensor, list[int]]:
-    """One flat tensor over the memory of overlapping ``members``, and each one's offset in it, in
-    elements.
-    """
+def overlapping(tensors: Sequence[Tensor]) -> Bases:
+    """The groups of tensors that share memory."""
+    groups: dict[int, list[int]] = {}
+    for index, (first, _) in enumerate(alias_key(tensors)):
+        groups.setdefault(first, []).append(index)
+    return tuple(tuple(members) for members in groups.values() if len(members) > 1)
+
+
+def with_bases(tensors: Sequence[Tensor], bases: Bases, name: str) -> Sequence[Tensor]:
+    """The tensors in none of ``bases``, then one flat tensor over the memory of each group."""
+    if not bases:
+        return tensors
+    shared = {index for members in bases for index in members}
+    rest = [tensor for index, tensor in enumerate(tensors) if index not in shared]
+    return [*rest, *(_flat_base([tensors[i] for i in members], name) for members in bases)]
+
+
+def from_bases(
+    inputs: Sequence[Tensor], tensors: Sequence[Tensor], bases: Bases
+) -> Sequence[Tensor]:
+    """The way back from `with_bases`: ``inputs`` seen as ``tensors`` are."""
+    if not bases:
+        return inputs
+    shared = {index for members in bases for index in members}
+    rest = [index for index in range(len(tensors)) if index not in shared]
+    leaves = dict(zip(rest, inputs, strict=False))
+    for members, base in zip(bases, inputs[len(rest) :], strict=True):
+        low = min(tensors[index].storage_offset() for index in members)
+        for index in members:
+            like = tensors[index]
+            offset = like.storage_offset() - low
+            leaves[index] = base.as_strided(like.shape, like.stride(), offset)
+    return [leaves[index] for index in range(len(tensors))]
+
+
+def _flat_base(members: Sequence[Tensor], name: str) -> Tensor:
     if len({tensor.dtype for tensor in members}) > 1:
         raise SpecError(
             f"{name}: tensors of different dtypes share memory, "
@@ -210,6 +243,4 @@ def flat_base(members: Sequence[Tensor], name: str) -> tuple[Tensor, list[int]]:
         start + 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
         for start, t in zip(starts, members, strict=True)
     ]
-    low = min(starts)
-    base = torch.as_strided(members[0], (max(ends) - low,), (1,), low)
-    return base, [int(start) - int(low) for start in starts]
+    return torch.as_strided(members[0], (max(ends) - min(starts),), (1,), min(starts))

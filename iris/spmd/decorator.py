@@ -202,10 +202,13 @@ class SpmdFunction:
         if len(state.signatures) > CACHED_PROGRAMS:
             state.signatures.pop(next(iter(state.signatures)))
         watched = tuple(state.accesses.values())
-        from iris.spmd.program import Compiler
+        from iris.spmd.arguments import Arguments
+        from iris.spmd.compiling import Compiler
 
         variants = state.variants.setdefault(self._key(instance, bound, state), [])
-        program = Compiler(fn, binder, bound, self._options, watched, variants, held).run()
+        claimed = [leaf for leaf in held if leaf.spec is not None]
+        arguments = Arguments(self._options, binder, bound, claimed)
+        program = Compiler(fn, arguments, watched, variants).run()
         if program not in variants:
             variants.append(program)
         base = self._key(instance, bound, state, aliases=False)

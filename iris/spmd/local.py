@@ -26,6 +26,7 @@ from iris.runtime.shared import SharedArena
 from iris.runtime.transport import dumps
 from iris.spmd import local_rank
 from iris.spmd.agreement import resolve_types
+from iris.spmd.arguments import Arguments
 from iris.spmd.binding import Bound, alias_key, overlaps
 from iris.spmd.control import Controller
 from iris.spmd.decorator import CACHED_PROGRAMS, SpmdFunction
@@ -33,7 +34,7 @@ from iris.spmd.guards import instance_key, key_of
 from iris.spmd.local_checks import check_claims, check_equal, check_grad
 from iris.spmd.local_rank import Binding, Definition, Hole, Meta, Request, Returned
 from iris.spmd.mesh import AbstractMesh, ProgramMesh
-from iris.spmd.program import Compiler, Program
+from iris.spmd.program import Program
 from iris.spmd.specs import Leaf, axes_in, match
 from iris.spmd.stages import Signature, Traced
 from iris.spmd.timeline import CALLER, Event, Timeline
@@ -315,8 +316,7 @@ class LocalMesh(Controller):
                 help="give @iris.spmd(out_specs=...) a P for each result",
             )
         mesh = self._mesh(function)
-        compiler = Compiler(function._function(instance), binder, bound, options, (), ())
-        leaves = compiler._leaves(_places(mesh))
+        leaves = Arguments(options, binder, bound).leaves(_places(mesh))
         check_claims(options.name, leaves)
         shapes = [(dtype_name(leaf.value.dtype), tuple(leaf.value.shape)) for leaf in leaves]
         types = [_typed(leaf, *shape) for leaf, shape in zip(leaves, shapes, strict=True)]

@@ -1,0 +1,242 @@
+"""Makes the program of one call, in agreement with the other ranks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from iris import config
+from iris.errors import CollectiveMismatchError, SpecError, TypeRuleError
+from iris.graph.nodes import Graph, Ref, Value
+from iris.graph.ops import Output as Returned, check_outputs
+from iris.graph.types import TensorType
+from iris.lower.choices import choose
+from iris.lower.cost import ANY, Profile, profile_of
+from iris.lower.dtypes import dtype_name
+from iris.runtime.context import current
+from iris.runtime.groups import Group
+from iris.spmd.agreement import agree_on_graph, agreed, one_rank_retraces, resolve_types
+from iris.spmd.arguments import Arguments, graph_names
+from iris.spmd.binding import Bases, from_bases, overlapping, with_bases
+from iris.spmd.context import TraceContext
+from iris.spmd.dump import Dump
+from iris.spmd.guards import Access
+from iris.spmd.importing import Importer
+from iris.spmd.mesh import ProgramMesh
+from iris.spmd.program import Program, generated
+from iris.spmd.specs import Leaf, match
+from iris.spmd.tracing import Traced, collector_paused, trace
+
+
+class Compiler:
+    """Makes the program of one call. ``run()`` is collective over the program's mesh."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        arguments: Arguments,
+        watched: Sequence[Access],
+        variants: Sequence[Program],
+    ) -> None:
+        self.fn, self.arguments, self.options = fn, arguments, arguments.options
+        self.watched, self.variants = watched, variants
+        self.name, self.tensors = arguments.options.name, arguments.bound.tensors
+        self.leaves: list[Leaf] = []
+        self.types: list[TensorType] | None = None  # of the leaves; None while there is no mesh
+        self.held_types: dict[int, Value] = {}  # by the tensor's id
+        self.bases: Bases = ()
+
+    def run(self) -> Program:
+        """Check specs, trace, import, run the passes, and agree with the other ranks."""
+        mesh = self.arguments.mesh()
+        group, held = _group(mesh), self.arguments.held
+        self.leaves = self._agreed_leaves(mesh, group)
+        types = None
+        if mesh is not None:
+            types = tuple(self._types([*self.leaves, *held], mesh, group))
+            if (known := self._known(types, group)) is not None:
+                return known
+            self._type_held(types[len(self.leaves) :])
+            self.types = list(types[: len(self.leaves)])
+        program = agreed(group, f"trace of {self.name}", lambda: self._program(mesh))
+        chosen = [choice.algorithm for choice in program.choices.values()]
+        everyone = group or _group(program.mesh)
+        agree_on_graph(program.graph, chosen, everyone, self.options.alike)
+        program.signature = types
+        return program
+
+    def _agreed_leaves(self, mesh: ProgramMesh | None, group: Group | None) -> list[Leaf]:
+        what = f"arguments of {self.name}"
+        for attempt in (1, 2):
+            try:
+                return agreed(group, what, lambda: self.arguments.leaves(mesh))
+            except CollectiveMismatchError as error:
+                if attempt == 2 or not one_rank_retraces(error, self.name):
+                    raise  # else the others trace now too
+        raise AssertionError
+
+    def _known(self, types: tuple[TensorType, ...], group: Group | None) -> Program | None:
+        """A program of these global types, where every rank has one: see NOTE [Same shard]."""
+        if group is None or group.size == 1:
+            return None
+        found = next((p for p in self.variants if p.signature == types), None)
+        answers = group.exchange_object(f"programs of {self.name}", found is not None)
+        return found if all(answers) else None
+
+    def _types(
+        self, leaves: Sequence[Leaf], mesh: ProgramMesh, group: Group | None = None
+    ) -> list[TensorType]:
+        """Global types of tensor leaves, from all ranks' shapes; those of ranks not asked are taken
+        to be this rank's.
+        """
+        mine = [(dtype_name(leaf.value.dtype), tuple(leaf.value.shape)) for leaf in leaves]
+        shapes = [mine] * len(mesh.ranks)
+        if group is not None and any(leaf.spec is not None for leaf in leaves):
+            shapes = group.exchange_object(f"shapes of {self.name}", mine)  # type: ignore[assignment]
+        return resolve_types(self.name, leaves, mesh, shapes)
+
+    def _type_held(self, types: Sequence[TensorType]) -> None:
+        held = self.arguments.held
+        for leaf, name, type_ in zip(held, graph_names(held), types, strict=True):
+            self.held_types[id(leaf.value)] = Value(f"self_{name}", type_)
+
+    @collector_paused()
+    def _program(self, mesh: ProgramMesh | None) -> Program:
+        traced, context = self._trace(mesh)
+        program = self._import(traced, context)
+        if program.graph.writes and (bases := overlapping(self.tensors)):
+            self.bases = bases
+            program = self._import(*self._trace(context.mesh))
+        return program
+
+    def _trace(self, mesh: ProgramMesh | None) -> tuple[Traced, TraceContext]:
+        context = TraceContext(self.name, mesh)
+        context.type_of = self._prober(context)
+        for type_ in [*(self.types or ()), *(value.type for value in self.held_types.values())]:
+            for n, axes in zip(type_.shape, type_.spec, strict=True):
+                if axes:
+                    context.know(axes, n)
+        bound, bases = self.arguments.bound, self.bases
+
+        def rebuild(inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            leaves = from_bases(inputs, self.tensors, bases)
+            return self.arguments.binder.rebuild(bound.values, leaves)
+
+        inputs = with_bases(self.tensors, bases, self.name)
+        return trace(self.fn, rebuild, inputs, context, self.watched), context
+
+    def _prober(self, context: TraceContext) -> Callable[[Tensor], TensorType]:
+        """A function that tells the type of a traced tensor, by importing what was traced so
+        far.
+        """
+        probe: list[tuple[Importer, list[Value]]] = []
+
+        def type_of(x: Tensor) -> TensorType:
+            recorder = context.recorder
+            if not probe:
+                assert context.mesh is not None
+                inputs = self._inputs(context.mesh)
+                probe.append((self._importer(context, context.mesh), inputs))
+            importer, inputs = probe[0]
+            importer.advance(recorder.module, recorder.graph, inputs)
+            inner = torch._C._functorch._unwrap_functional_tensor(x, True)
+            return importer.type_of(recorder.node_of(inner))
+
+        return type_of
+
+    def _inputs(self, mesh: ProgramMesh) -> list[Value]:
+        """Names and types of the graph's inputs: leaves, then the bases of leaves that share
+        memory.
+        """
+        types = self.types or self._types(self.leaves, mesh)
+        values = [*map(Value, graph_names(self.leaves), types)]
+        shared = {index for members in self.bases for index in members}
+        inputs = [value for index, value in enumerate(values) if index not in shared]
+        whole = with_bases(self.tensors, self.bases, self.name)[len(inputs) :]
+        for number, base in enumerate(whole):
+            type_ = TensorType(dtype_name(base.dtype), tuple(base.shape), varying=mesh.shape.names)
+            inputs.append(Value(f"shared{number}", type_))
+        return inputs
+
+    def _importer(self, context: TraceContext, mesh: ProgramMesh) -> Importer:
+        device = torch.device("cpu") if mesh.abstract else current().device
+        held = self.arguments.held
+        if len(self.held_types) < len(held):  # no axis was named before the trace
+            self._type_held(self._types(held, mesh))
+        place = mesh.shape, dict(mesh.coord), device, mesh.axes_over
+        return Importer(self.name, *place, context, self.held_types)
+
+    def _import(self, traced: Traced, context: TraceContext) -> Program:
+        mesh = context.mesh or ProgramMesh.world("world")
+        inputs = self._inputs(mesh)
+        importer = self._importer(context, mesh)
+        graph = importer.run(traced, inputs)
+        self._check_results(traced, graph)
+        dump = Dump(self.name)
+        fused = dump.passes(graph) if self.options.fuse else graph
+        lowering = self._lowering(mesh)
+        choices = choose(fused, lowering, _profile(mesh))
+        for name, source in generated(choices).items():
+            dump.write(f"kernel_{name}", source)
+        return Program(
+            self.options,
+            graph,
+            fused,
+            mesh,
+            tuple(importer.captured),
+            traced.outputs,
+            traced.out_tree,
+            tuple(replace(leaf, value=leaf.value.detach().to("meta")) for leaf in self.leaves),
+            self.bases,
+            choices,
+            lowering,
+            dump,
+        )
+
+    def _lowering(self, mesh: ProgramMesh) -> str:
+        """How stages run: what the decorator or the environment says, else by the device."""
+        name = self.options.lowering or config.lowering()
+        if name != "auto":
+            return name
+        return "torch" if not mesh.abstract and current().device.type == "cpu" else "triton"
+
+    def _check_results(self, traced: Traced, graph: Graph) -> None:
+        """Every result against its out-spec."""
+        if self.options.out_specs is None:
+            return
+        tree = pytree.tree_unflatten(list(range(len(traced.outputs))), traced.out_tree)
+        locs = {value.name: node.loc for node in graph.nodes for value in node.outputs}
+        returned = []
+        try:
+            for leaf in match(self.options.out_specs, tree, graph.mesh, "result"):
+                arg = graph.outputs[leaf.value]
+                if leaf.spec is not None and isinstance(arg, Ref):
+                    type_, name = graph.types[arg.name], arg.name
+                    due = tuple(axis for axis in type_.partial if axis not in leaf.spec.partial)
+                    type_ = replace(type_, partial=due)
+                    returned.append(Returned(type_, leaf.spec.dims, name, locs.get(name, "")))
+            check_outputs(returned)
+        except (SpecError, TypeRuleError) as error:
+            raise type(error)(f"{self.name}: {error.message}", help=error.help) from None
+
+
+def _profile(mesh: ProgramMesh) -> Profile | None:
+    """What one rank has of its GPU; None on CPU ranks. An abstract mesh is taken to be of GPUs."""
+    if mesh.abstract:
+        return ANY
+    ctx = current()
+    if ctx.device.type == "cpu":
+        return None
+    profile = profile_of(torch.cuda.get_device_name(ctx.device))
+    return profile.shared(ctx.ranks_on_device, ctx.get_usable_units())
+
+
+def _group(mesh: ProgramMesh | None) -> Group | None:
+    """The group of all ranks of a program; None where there is nobody to agree with."""
+    if mesh is not None and mesh.abstract:
+        return None
+    ctx = current()
+    return ctx.world if mesh is None else ctx.group(mesh.ranks)
