@@ -145,7 +145,7 @@ def _launch_gather(call: FusedCall, match: Match, site: Site) -> tuple[Launch, i
     def launch(x: Tensor, weights: Any, outs: Any, args: Any, dry: Any) -> None:
         flat = x.reshape(rows(x.shape), x.shape[-1])
         out, gathered = (outs[:-1], outs[-1]) if call.gathers else (outs, None)
-        stage(flat, weights, out=out, args=args, gathered=gathered, dry=dry)
+        stage(flat, weights, out=out, args=[args], gathered=gathered, dry=dry)
 
     return launch, stage.workspace.block.nbytes
 
@@ -194,7 +194,7 @@ def _launch_reduce(call: FusedCall, match: Match, site: Site) -> tuple[Launch, i
     )
 
     def launch(x: Tensor, weights: Any, outs: Any, args: Any, dry: Any) -> None:
-        stage(x, weights[0], out=outs[0], args=args, dry=dry)
+        stage(x, weights[0], out=outs[0], after_args=args, dry=dry)
 
     return launch, stage.workspace.block.nbytes
 

@@ -7,8 +7,11 @@ from functools import partial
 
 import pytest
 import torch
+import triton.language as tl
 
 import iris
+import iris.device.pickling  # epilogues of this file travel to the ranks
+from iris.device.target import device_function
 from iris.lower.kernels import collectives
 from iris.lower.kernels.all_gather_matmul import AllGatherMatmul
 from iris.lower.kernels.all_reduce_norm import AllReduceNorm
@@ -213,25 +216,34 @@ def test_collectives(ranks, world):
     ranks(world).run(collective_case)
 
 
+@device_function
+def plus_residual(tiles, rows, columns, M, N, args):
+    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    mask = (rows < M)[:, None] & (columns < N)[None, :]
+    return tiles[0] + tl.load(args[0] + at, mask=mask, other=0).to(tl.float32)
+
+
 def norm_case():
     ctx = iris.iris(1 << 26)
     cases = []
     for M, N in ((1, 4096), (64, 1000), (300, 512)):
         xs = [integers(r, M, N) for r in range(ctx.num_ranks)]
-        stage = AllReduceNorm.create(ctx, ctx.world, M=M, N=N, dtype=xs[0].dtype)
+        stage = AllReduceNorm.create(
+            ctx, ctx.world, M=M, N=N, dtype=xs[0].dtype, after=plus_residual
+        )
         out, summed = torch.empty_like(xs[0]), torch.empty_like(xs[0])
-        operands = (xs[ctx.cur_rank], integers(8, M, N), integers(9, N))
-        cases.append((stage, operands, xs, out, summed))
+        operands = (xs[ctx.cur_rank], integers(9, N))
+        cases.append((stage, operands, integers(8, M, N), xs, out, summed))
     load(
         ctx,
         [
-            partial(stage, *operands, out=out, summed=summed)
-            for stage, operands, _, out, summed in cases
+            partial(stage, *operands, out=out, summed=summed, args=(residual,))
+            for stage, operands, residual, _, out, summed in cases
         ],
     )
-    for stage, operands, xs, out, summed in cases:
-        stage(*operands, out=out, summed=summed)
-        _, residual, weight = operands
+    for stage, operands, residual, xs, out, summed in cases:
+        stage(*operands, out=out, summed=summed, args=(residual,))
+        _, weight = operands
         want = sum(part.float() for part in xs).to(out.dtype) + residual
         assert torch.equal(summed, want)
         normal = torch.nn.functional.rms_norm(want.float(), weight.shape, weight.float(), 1e-6)

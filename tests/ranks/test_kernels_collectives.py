@@ -4,11 +4,15 @@ import time
 
 import pytest
 import torch
+import triton.language as tl
 
 import iris
+import iris.device.pickling  # epilogues of this file travel to the ranks
+from iris.device.target import device_function
 from iris.lower import collectives as oracle
 from iris.lower.kernels import collectives
 from iris.lower.kernels.all_reduce_norm import AllReduceNorm
+from iris.lower.kernels.gemm import identity
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
 
@@ -145,10 +149,18 @@ def test_interleaved_groups(ranks):
     ranks(4).run(interleaved)
 
 
+@device_function
+def plus_residual(tiles, rows, columns, M, N, args):
+    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    mask = (rows < M)[:, None] & (columns < N)[None, :]
+    return tiles[0] + tl.load(args[0] + at, mask=mask, other=0).to(tl.float32)
+
+
 def norms(M, N, dtype, with_residual, with_weight):
     ctx = iris.iris(1 << 22)
     world = ctx.num_ranks
-    stage = AllReduceNorm.create(ctx, ctx.world, M=M, N=N, dtype=dtype, eps=1e-5)
+    after = plus_residual if with_residual else identity
+    stage = AllReduceNorm.create(ctx, ctx.world, M=M, N=N, dtype=dtype, eps=1e-5, after=after)
     for step in range(3):
         xs = [integers(rank, step, (M, N), dtype) / 4 for rank in range(world)]
         residual = integers(8, step, (M, N), dtype) / 4 if with_residual else None
@@ -156,9 +168,9 @@ def norms(M, N, dtype, with_residual, with_weight):
         x = xs[ctx.cur_rank]
         out, summed = torch.full_like(x, 7), torch.full_like(x, 7)
         if step == 0:
-            stage.warm(x, residual, weight, out=out, summed=summed)
+            stage.warm(x, weight, out=out, summed=summed, args=(residual,))
             ctx.barrier()
-        stage(x, residual, weight, out=out, summed=summed)
+        stage(x, weight, out=out, summed=summed, args=(residual,))
         want = sum(part.float() for part in xs).to(dtype)
         if residual is not None:
             want = want + residual

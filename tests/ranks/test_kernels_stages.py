@@ -189,7 +189,7 @@ def zipped_case():
         x, bias = integers(step, M, K), integers(step + 1, N)
         gate, up = integers(step + 2, K, N), integers(step + 3, K, N)
         out, around = guarded(M, N, torch.float32)
-        stage(x[first : first + m], [gate, up], out=[out], args=(bias,), dry=dry)
+        stage(x[first : first + m], [gate, up], out=[out], args=[(bias,)], dry=dry)
         if not dry:
             check(out, around, (x @ gate + bias) * (x @ up))
 
@@ -213,9 +213,9 @@ def bias_case(one_shot):
         ctx, ctx.world, M=2, N=3, K=2, dtype=torch.float32, after=plus_bias, one_shot=one_shot
     )
     out, bias = torch.empty(2, 3), torch.tensor([100.0, 200, 300])
-    stage.warm(x, torch.ones(2, 3), out=out, args=(bias,))
+    stage.warm(x, torch.ones(2, 3), out=out, after_args=(bias,))
     ctx.barrier()
-    stage(x, torch.ones(2, 3), out=out, args=(bias,))
+    stage(x, torch.ones(2, 3), out=out, after_args=(bias,))
     assert out.tolist() == [[110, 210, 310], [126, 226, 326]]
 
 

@@ -1,8 +1,8 @@
-"""``all_gather(x, dim=0) @ w`` for one or several weights, in one kernel.
+"""``all_gather(x, dim) @ w`` for one or several weights, in one kernel.
 
-Every rank pushes its rows to all ranks (each byte crosses a link once), then computes tiles, its
-own rows first. A tile waits only for the ranks whose rows it needs. See NOTE [Epochs] and NOTE
-[Progress].
+Every rank pushes its part to all ranks (each byte crosses a link once), then computes tiles, of
+gathered rows its own first. A tile waits only for the ranks whose rows it needs; where columns are
+gathered, the contracted dim, for all. See NOTE [Epochs] and NOTE [Progress].
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,11 @@ from iris.lower.kernels.host import (
     TMA_K,
     GroupLike,
     Share,
-    Turns,
+    Stage,
     Workspace,
     can_store_tma,
     common_mode,
     interpreted,
-    launch,
     operand,
     round_up,
     rows_of,
@@ -60,10 +59,10 @@ def _blocks(rows, columns, S: tl.constexpr):
 
 
 @device_function
-def _push_rows(x, m, K, staging, row, ld, state, S: tl.constexpr):
-    """Send ``x = (source, row stride, column stride)`` to rows ``row ..`` of all members' staging.
+def _push(x, m, K, staging, row, column, ld, state, S: tl.constexpr):
+    """Send ``x = (source, row stride, column stride)`` [m, K] to all members' staging, by ticket.
 
-    By ticket. Returns how many blocks this program sent.
+    It lies at (row, column) there. Returns how many blocks this program sent.
     """
     W: tl.constexpr = S.world
     sent = 0
@@ -74,7 +73,7 @@ def _push_rows(x, m, K, staging, row, ld, state, S: tl.constexpr):
         mask = (r < m)[:, None] & (c < K)[None, :]
         at = r.to(tl.int64)[:, None] * x[1] + c.to(tl.int64)[None, :] * x[2]
         value = tl.load(x[0] + at, mask=mask)
-        at = (row + r.to(tl.int64))[:, None] * ld + c[None, :]
+        at = (row + r.to(tl.int64))[:, None] * ld + (column + c)[None, :]
         for member in tl.static_range(W):
             tl.store(peer(staging, member, S.dtype) + at, value, mask=mask)
         sent += 1
@@ -102,8 +101,11 @@ def _copy_gathered(source, M, K, ld, out, number, line, S: tl.constexpr):
 def _begin(env, row, column, T: tl.constexpr):
     """Wait for the ranks whose rows the tile at ``row`` needs."""
     M, shard, line, _, _, _ = env
-    last = tl.minimum(row + T.block_m, M) - 1
-    wait_members(line[0], row // shard, last // shard, line[1], line[3], T.lanes)
+    if T.by_columns:
+        wait_members(line[0], 0, T.world - 1, line[1], line[3], T.lanes)
+    else:
+        last = tl.minimum(row + T.block_m, M) - 1
+        wait_members(line[0], row // shard, last // shard, line[1], line[3], T.lanes)
     if T.a_mode != 0:
         fence_bulk()
 
@@ -116,22 +118,26 @@ def _emit(env, tiles, row, column, epilogue, T: tl.constexpr):
 
 @triton.jit(do_not_specialize=["dry", "m", "rank", "stage", "M", "shard"])
 def all_gather_matmul_kernel(
-    dry, x, x_row, x_column, m, staging, flags, state, record, stage, trace, rank, M, K, ld, shard,
-    a_desc, gathered, heads, table, scratch, counts,
+    dry, x, x_row, x_column, m, k, staging, flags, state, record, stage, trace, rank, M, K, ld,
+    shard, a_desc, gathered, heads, table, scratch, counts,
     b0, b0_row, b0_k, N0, out0, out0_row, out0_column,
     b1, b1_row, b1_k, N1, out1, out1_row, out1_column,
     b2, b2_row, b2_k, N2, out2, out2_row, out2_column,
-    args, epilogue: tl.constexpr, T: tl.constexpr,
+    args0, args1, args2, epilogue0: tl.constexpr, epilogue1: tl.constexpr, epilogue2: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
     if dry == 0:
         epoch, number = enter(state)
         half = (epoch & 1) * M
-        row = half + rank * shard
+        source = (x, x_row, x_column)
         watch = (record, stage, trace)
         since = tracing.begin(watch)
-        sent = _push_rows((x, x_row, x_column), m, K, staging, row, ld, state, T)
+        if T.by_columns:
+            sent = _push(source, m, k, staging, half, rank * shard, ld, state, T)
+        else:
+            sent = _push(source, m, k, staging, half + rank * shard, 0, ld, state, T)
         tracing.end(watch, since, tracing.PUSH, nbytes=tracing.block_bytes(sent * T.world, T))
-        if finished(state, 0, sent, _blocks(m, K, T), number):
+        if finished(state, 0, sent, _blocks(m, k, T), number):
             publish(flags, rank, epoch, T.world, T.lanes)
         line = (peer(flags, rank, tl.int32), epoch, state, watch)
         source = peer(staging, rank, T.dtype)
@@ -143,16 +149,16 @@ def all_gather_matmul_kernel(
         w1 = (b1, N1, b1_row, b1_k)
         w2 = (b2, N2, b2_row, b2_k)
         plan = (heads, table, scratch, counts, epoch, members, watch)
-        env = (M, shard, line, N0, (out0, out0_row, out0_column), args)
-        run_segments(a, w0, w1, K, plan, number, _begin, _emit, nothing, env, epilogue, T)
+        env = (M, shard, line, N0, (out0, out0_row, out0_column), args0)
+        run_segments(a, w0, w1, K, plan, number, _begin, _emit, nothing, env, epilogue0, T)
         if T.weights > 1:
             plan = (heads + 3, table, scratch, counts, epoch, members, watch)
-            env = (M, shard, line, N1, (out1, out1_row, out1_column), args)
-            run_segments(a, w1, w1, K, plan, number, _begin, _emit, nothing, env, epilogue, T)
+            env = (M, shard, line, N1, (out1, out1_row, out1_column), args1)
+            run_segments(a, w1, w1, K, plan, number, _begin, _emit, nothing, env, epilogue1, T)
         if T.weights > 2:
             plan = (heads + 6, table, scratch, counts, epoch, members, watch)
-            env = (M, shard, line, N2, (out2, out2_row, out2_column), args)
-            run_segments(a, w2, w2, K, plan, number, _begin, _emit, nothing, env, epilogue, T)
+            env = (M, shard, line, N2, (out2, out2_row, out2_column), args2)
+            run_segments(a, w2, w2, K, plan, number, _begin, _emit, nothing, env, epilogue2, T)
         if gathered is not None:
             first = source + half.to(tl.int64) * ld
             since = tracing.begin(watch)
@@ -163,47 +169,50 @@ def all_gather_matmul_kernel(
         leave(state, epoch)
 
 
-class AllGatherMatmul:
-    """``out[i] = epilogue(all_gather(x, dim=0) @ w[i])`` over a group, one kernel.
+class AllGatherMatmul(Stage):
+    """``out[i] = epilogue[i](all_gather(x, dim) @ w[i])`` over a group, one kernel.
 
-    ``x`` is this rank's rows of [M, K] (torch.chunk's split), ``w[i]`` is [K, columns[i]] of any
-    strides, ``out[i]`` [M, columns[i]]. With ``zipped`` two weights of equal width share one
-    epilogue and one output: ``out[0] = epilogue((x @ w[0], x @ w[1]))``.
+    ``x`` is this rank's rows of [M, K], or with ``dim=1`` its columns (torch.chunk's split either
+    way); ``w[i]`` is [K, columns[i]] of any strides, ``out[i]`` [M, columns[i]]. With ``zipped``
+    two weights of equal width share one epilogue and one output: ``out[0] = epilogue((x @ w[0], x @
+    w[1]))``. Every epilogue has its own ``args[i]``.
 
     Example::
 
-        up = AllGatherMatmul.create(ctx, ctx.world, M=4096, K=8192, columns=[7168],
-        dtype=torch.bfloat16) up.warm(x, [w], out=[h]); ctx.barrier()     # loads the kernel; no
-        rank waits inside a kernel before all have up(x, [w], out=[h])                         #
-        only launches
+        up = AllGatherMatmul.create(
+            ctx, ctx.world, M=4096, K=8192, columns=[7168], dtype=torch.bfloat16
+        )
+        up.warm(x, [w], out=[h]); ctx.barrier()     # no rank waits in a kernel before all have it
+        up(x, [w], out=[h])                         # only launches
     """
 
     MAX_WEIGHTS = 3
+    kernel = all_gather_matmul_kernel
 
     def __init__(
         self,
+        ctx: Any,
         group: GroupLike,
-        workspace: Workspace,
-        share: Share,
+        shape: tuple[int, int],
+        tiled: Sequence[int],
+        dtype: torch.dtype,
         T: Tiling,
         config: GemmConfig,
-        shape: tuple[int, int],
-        epilogue: Any,
-        dtype: torch.dtype,
+        epilogues: Sequence[Any],
     ) -> None:
-        self.group, self.workspace, self.share, self.T, self.config = (
-            group,
-            workspace,
-            share,
-            T,
-            config,
-        )
+        self.group, self.T, self.config = group, T, config
         self.M, self.K = shape
-        self.epilogue = epilogue
-        self.dtype = dtype
         self.ld = round_up(max(1, self.K), 16)
         half = self.M * self.ld * dtype.itemsize
-        halves = workspace.local[: 2 * half].view(dtype).view(2 * self.M, self.ld)
+        what = f"all_gather_matmul of [{self.M}, {self.K}]"
+        self.workspace = Workspace(ctx, group, half, group.size, what)
+        self.shard = shard_rows(self.K if T.by_columns else self.M, group.size)
+        first_row = 0 if T.by_columns else group.index * self.shard
+        self.share = Share.create(config, T, self.M, tiled, self.K, first_row, ctx.heap.device)
+        self.epilogues = [*epilogues, *[identity] * (self.MAX_WEIGHTS - len(epilogues))]
+        self.programs = self.share.programs
+        self.options = {"num_warps": config.warps, "num_stages": config.stages}
+        halves = self.workspace.local[: 2 * half].view(dtype).view(2 * self.M, self.ld)
         self.staged = halves[:, : self.K]
 
     @classmethod
@@ -218,43 +227,41 @@ class AllGatherMatmul:
         dtype: torch.dtype,
         epilogue: Any = identity,
         zipped: bool = False,
+        dim: int = 0,
         config: GemmConfig | None = None,
     ) -> "AllGatherMatmul":
-        """Allocate the workspace (collective). ``M`` and ``K`` are those of the gathered ``x``."""
-        device = ctx.heap.device
-        config = config or default_config(M, max(columns), dtype, device)
-        T = Tiling.of(config, group.size, K, dtype, interpreted())
+        """Allocate the workspace (collective). ``M`` and ``K`` are those of the gathered ``x``;
+        ``epilogue`` may be a list, one for each output.
+        """
+        config = config or default_config(M, max(columns), dtype, ctx.heap.device)
+        split = K if dim else M
+        T = Tiling.of(config, group.size, -(-K // group.size) if dim else K, dtype, interpreted())
         tiled = columns[:1] if zipped else columns
         # Nothing to compute here, or nothing to send there: then no tile waits for every member.
-        some_idle = 0 in tiled or rows_of(M, group.size, group.size - 1) == 0
-        T = T.with_modes(weights=len(tiled), zipped=2 if zipped else 1, meet=some_idle)
-        half = M * round_up(max(1, K), 16) * dtype.itemsize
-        workspace = Workspace(ctx, group, half, group.size, f"all_gather_matmul of [{M}, {K}]")
-        share = Share.create(
-            config, T, M, tiled, K, group.index * shard_rows(M, group.size), device
+        some_idle = 0 in tiled or (not dim and rows_of(split, group.size, group.size - 1) == 0)
+        T = T.with_modes(
+            weights=len(tiled), zipped=2 if zipped else 1, meet=some_idle, by_columns=dim == 1
         )
-        return cls(group, workspace, share, T, config, (M, K), epilogue, dtype)
+        epilogues = epilogue if isinstance(epilogue, list) else [epilogue] * len(tiled)
+        return cls(ctx, group, (M, K), tiled, dtype, T, config, epilogues)
 
-    def __call__(
+    def arguments(
         self,
         x: Tensor,
         weights: Sequence[Tensor],
         *,
         out: Sequence[Tensor],
-        args: tuple[Any, ...] = (),
+        args: Sequence[tuple[Any, ...]] = (),
         gathered: Tensor | None = None,
-        dry: int | Turns = 0,
-    ) -> None:
-        """Launch on the current stream. ``gathered`` [M, K], contiguous, gets the gathered x."""
-        T = self.T
+    ) -> list[Any] | None:
+        """The kernel's arguments. ``gathered`` [M, K], contiguous, gets the gathered x."""
         if self.M == 0:
-            return
-        a_mode = TMA_K if self.config.tma and self.staged.is_cuda and self.K > 0 else 0
+            return None
+        tma = self.config.tma and x.is_cuda
+        a_mode = TMA_K if tma and self.K > 0 else 0
         columns = [w.T for w in weights]
-        T = T.with_modes(
-            a_mode=a_mode,
-            b_mode=common_mode(columns, self.config.tma and x.is_cuda),
-            out_tma=can_store_tma(out, self.config.tma and x.is_cuda),
+        T = self.T.with_modes(
+            a_mode=a_mode, b_mode=common_mode(columns, tma), out_tma=can_store_tma(out, tma)
         )
         slots: list[Any] = []
         for i in range(self.MAX_WEIGHTS):
@@ -265,24 +272,10 @@ class AllGatherMatmul:
                 slots += [None, 0, 0, 0]
             slots += [target(out[i], T), *out[i].stride()] if i < len(out) else [None, 0, 0]
         work, share = self.workspace, self.share
-        shard = shard_rows(self.M, self.group.size)
         a = operand(self.staged, a_mode, T.block_m, T.block_k) if a_mode else None
-        launch(
-            all_gather_matmul_kernel, share.programs, dry, x, *x.stride(), x.shape[0],
-            work.staging, work.flags, work.state, *work.watch,
-            self.group.index, self.M, self.K, self.ld, shard, a, gathered, share.heads, share.table,
-            share.scratch, share.counts, *slots, args, self.epilogue, T,
-            num_warps=self.config.warps, num_stages=self.config.stages,
-        )  # fmt: skip
-
-    def warm(
-        self,
-        x: Tensor,
-        weights: Sequence[Tensor],
-        *,
-        out: Sequence[Tensor],
-        args: tuple[Any, ...] = (),
-        gathered: Tensor | None = None,
-    ) -> None:
-        """Compile and load the kernel for these operands without running it."""
-        self(x, weights, out=out, args=args, gathered=gathered, dry=1)
+        return [
+            x, *x.stride(), *x.shape, work.staging, work.flags, work.state, *work.watch,
+            self.group.index, self.M, self.K, self.ld, self.shard, a, gathered, share.heads,
+            share.table, share.scratch, share.counts, *slots,
+            *args, *[()] * (self.MAX_WEIGHTS - len(args)), *self.epilogues, T,
+        ]  # fmt: skip

@@ -1,11 +1,11 @@
-"""``all_reduce(x)``, plus a residual, then RMSNorm, in one kernel: the step between two layers.
+"""``all_reduce(x)``, a residual or a bias, then RMSNorm, in one kernel: the step between layers.
 
 One-shot: every rank sends its rows to all ranks, and each sums them, a row a program, in rank
 order. For few rows; see NOTE [Epochs] and NOTE [Progress] in protocol.py.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -15,7 +15,8 @@ from torch import Tensor
 from iris.device import tracing
 from iris.device.target import device_function
 from iris.lower.kernels.config import TRITON_DTYPES
-from iris.lower.kernels.host import GroupLike, Turns, Workspace, launch, processors, round_up
+from iris.lower.kernels.gemm import identity
+from iris.lower.kernels.host import GroupLike, Stage, Workspace, processors, round_up
 from iris.lower.kernels.protocol import enter, leave, peer, publish, ticket, wait
 
 
@@ -62,8 +63,8 @@ def _sum_block(slots, M, N, ld, rows, mask, R: tl.constexpr):
 
 @triton.jit(do_not_specialize=["dry", "rank", "stage", "M", "blocks"])
 def all_reduce_norm_kernel(
-    dry, x, x_row, residual, residual_row, weight, eps, out, out_row, summed, summed_row,
-    staging, flags, state, record, stage, trace, rank, M, N, ld, blocks, R: tl.constexpr,
+    dry, x, x_row, weight, eps, out, out_row, summed, summed_row, staging, flags, state, record,
+    stage, trace, rank, M, N, ld, blocks, args, after: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     if dry == 0:
         epoch, number = enter(state)
@@ -86,10 +87,8 @@ def all_reduce_norm_kernel(
             r = rows.to(tl.int64)[:, None]
             flag = mine + members * blocks + block
             wait(flag, members, members < R.world, epoch, watch)
-            total = _sum_block(slots, M, N, ld, rows, mask, R).to(R.dtype)
-            if residual is not None:
-                at = residual + r * residual_row + columns[None, :]
-                total += tl.load(at, mask=mask, other=0)
+            total = _sum_block(slots, M, N, ld, rows, mask, R).to(R.dtype).to(tl.float32)
+            total = after((total, total), rows, columns, M, N, args).to(R.dtype)
             if summed is not None:
                 tl.store(summed + r * summed_row + columns[None, :], total, mask=mask)
             value = total.to(tl.float32)
@@ -104,32 +103,53 @@ def all_reduce_norm_kernel(
         leave(state, epoch)
 
 
-class AllReduceNorm:
-    """``summed = all_reduce(x) + residual``; ``out = rms_norm(summed) * weight``, one kernel.
+class AllReduceNorm(Stage):
+    """``summed = after(all_reduce(x))``; ``out = rms_norm(summed) * weight``, one kernel.
 
-    ``x``, ``residual``, ``summed`` and ``out`` are [M, N] with contiguous rows; ``residual``,
-    ``weight`` [N] and ``summed`` may be None. The sum over ranks is fp32 in rank order and rounded,
-    the residual is added in the type of ``x``, the norm is fp32: what the separate torch operators
-    give.
+    ``x``, ``summed`` and ``out`` are [M, N] with contiguous rows; ``weight`` [N] and ``summed`` may
+    be None. ``after`` (a residual, a bias) is an epilogue: see the package. The sum over ranks is
+    fp32 in rank order and rounded, so is what ``after`` gives, the norm is fp32: what the separate
+    torch operators give.
 
     Example::
 
-        stage = AllReduceNorm.create(ctx, ctx.world, M=8, N=4096, dtype=torch.bfloat16, eps=1e-5)
-        stage.warm(x, residual, weight, out=y, summed=h); ctx.barrier()
-        stage(x, residual, weight, out=y, summed=h)
+        stage = AllReduceNorm.create(
+            ctx, ctx.world, M=8, N=4096, dtype=torch.bfloat16, eps=1e-5, after=plus_residual
+        )
+        stage.warm(x, weight, out=y, summed=h, args=(residual,)); ctx.barrier()
+        stage(x, weight, out=y, summed=h, args=(residual,))
     """
 
+    MAX_COLUMNS = 16384  # a row is held in registers
+    kernel = all_reduce_norm_kernel
+    options: ClassVar = {"num_warps": 8}
+
     def __init__(
-        self, group: GroupLike, workspace: Workspace, shape: tuple[int, int], R: Rows, eps: float
+        self,
+        group: GroupLike,
+        workspace: Workspace,
+        shape: tuple[int, int],
+        R: Rows,
+        eps: float,
+        after: Any,
     ) -> None:
-        self.group, self.workspace, self.R, self.eps = group, workspace, R, eps
+        self.group, self.workspace, self.R = group, workspace, R
+        self.eps, self.after = eps, after
         self.M, self.N = shape
         self.blocks = -(-self.M // R.rows)
         self.programs = min(self.blocks, processors(workspace.device))
 
     @classmethod
     def create(
-        cls, ctx: Any, group: GroupLike, *, M: int, N: int, dtype: torch.dtype, eps: float = 1e-6
+        cls,
+        ctx: Any,
+        group: GroupLike,
+        *,
+        M: int,
+        N: int,
+        dtype: torch.dtype,
+        eps: float = 1e-6,
+        after: Any = identity,
     ) -> "AllReduceNorm":
         """Allocate the workspace (collective over ``group``)."""
         W = group.size
@@ -137,38 +157,24 @@ class AllReduceNorm:
         R = Rows(W, max(2, triton.next_power_of_2(W)), 1, columns, TRITON_DTYPES[dtype])
         half = W * M * round_up(N, 16) * dtype.itemsize
         workspace = Workspace(ctx, group, half, W * M, f"all_reduce_norm of [{M}, {N}]")
-        return cls(group, workspace, (M, N), R, eps)
+        return cls(group, workspace, (M, N), R, eps, after)
 
-    def __call__(
+    def arguments(
         self,
         x: Tensor,
-        residual: Tensor | None = None,
         weight: Tensor | None = None,
         *,
         out: Tensor,
         summed: Tensor | None = None,
-        dry: int | Turns = 0,
-    ) -> None:
-        """Launch on the current stream."""
+        args: tuple[Any, ...] = (),
+    ) -> list[Any] | None:
+        """The kernel's arguments; ``args`` are those of ``after``."""
         if 0 in (self.M, self.N):
-            return
+            return None
         work = self.workspace
-        launch(
-            all_reduce_norm_kernel, self.programs, dry, x, x.stride(0),
-            residual, 0 if residual is None else residual.stride(0), weight,
-            self.eps, out, out.stride(0), summed, 0 if summed is None else summed.stride(0),
-            work.staging, work.flags, work.state, *work.watch, self.group.index, self.M, self.N,
-            round_up(self.N, 16), self.blocks, self.R, num_warps=8,
-        )  # fmt: skip
-
-    def warm(
-        self,
-        x: Tensor,
-        residual: Tensor | None = None,
-        weight: Tensor | None = None,
-        *,
-        out: Tensor,
-        summed: Tensor | None = None,
-    ) -> None:
-        """Compile and load the kernel for these tensors without running it."""
-        self(x, residual, weight, out=out, summed=summed, dry=1)
+        return [
+            x, x.stride(0), weight, self.eps, out, out.stride(0), summed,
+            0 if summed is None else summed.stride(0), work.staging, work.flags, work.state,
+            *work.watch, self.group.index, self.M, self.N, round_up(self.N, 16), self.blocks, args,
+            self.after, self.R,
+        ]  # fmt: skip

@@ -7,7 +7,7 @@ Each function is collective: it allocates the workspace. The stage is then calle
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton.language as tl
@@ -16,7 +16,7 @@ from torch import Tensor
 from iris.errors import UnsupportedError
 from iris.lower.kernels.boxes import Piece, operand_box, pack_pieces
 from iris.lower.kernels.exchange import exchange_kernel
-from iris.lower.kernels.host import GroupLike, Turns, Workspace, launch, processors, round_up
+from iris.lower.kernels.host import GroupLike, Stage, Workspace, processors, round_up
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NARROW = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -54,8 +54,11 @@ class Moves:
     vector: int = 1  # elements that every access begins at a multiple of
 
 
-class Exchange:
+class Exchange(Stage):
     """A collective over a group: ``stage(x, out=result)``."""
+
+    kernel = exchange_kernel
+    options: ClassVar = {"num_warps": 8}
 
     def __init__(
         self,
@@ -98,24 +101,18 @@ class Exchange:
         )
         self.sums = self.workspace.staging + 2 * self.half * itemsize
 
-    def __call__(self, x: Tensor, *, out: Tensor, dry: int | Turns = 0) -> None:
-        """Launch on the current stream. ``out`` is contiguous and does not overlap ``x``."""
+    def arguments(self, x: Tensor, *, out: Tensor) -> list[Any]:
+        """The kernel's arguments. ``out`` is contiguous and does not overlap ``x``."""
         work, box = self.workspace, operand_box(x)
         places = (x.data_ptr(), out.data_ptr())
         vector = math.gcd(self.vector, box[1], *box[5:9], *(at // x.itemsize for at in places))
         if any(at % x.itemsize for at in places) or box[9] != 1:
             vector = 1
-        launch(
-            exchange_kernel, self.programs, dry, x.view(self.carrier), *box,
-            out.view(self.carrier), self.pieces,
-            self.blocks, x.numel(), self.share, work.staging, self.sums, work.flags, work.state,
-            *work.watch, self.group.index, self.half, self.half_sums,
-            replace(self.moves, vector=vector), num_warps=8,
-        )  # fmt: skip
-
-    def warm(self, x: Tensor, *, out: Tensor) -> None:
-        """Compile and load the kernel for these tensors without running it."""
-        self(x, out=out, dry=1)
+        return [
+            x.view(self.carrier), *box, out.view(self.carrier), self.pieces, self.blocks, x.numel(),
+            self.share, work.staging, self.sums, work.flags, work.state, *work.watch,
+            self.group.index, self.half, self.half_sums, replace(self.moves, vector=vector),
+        ]  # fmt: skip
 
 
 def _carrier(dtype: torch.dtype, op: str, world: int) -> tuple[torch.dtype, Moves]:

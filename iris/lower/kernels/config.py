@@ -92,6 +92,7 @@ class Tiling:
     widen: bool  # operands to fp32 before a product (interpreter)
     precision: str
     weights: int = 1
+    by_columns: bool = False  # what is gathered are parts of the contracted dim
     zipped: int = 1  # weights that share one epilogue
     a_mode: int = 0
     b_mode: int = 0
@@ -100,6 +101,7 @@ class Tiling:
     awaited: bool = False  # other ranks wait for this rank's sums
     meet: bool = False  # a shard is empty: wait for all members all the same
     one_shot: bool = False  # sums: parts go to all members
+    norm: int = 0  # sums: RMSNorm of them too; 2 with a weight
 
     @classmethod
     def of(
@@ -123,6 +125,10 @@ class Tiling:
             interpreted and dtype.is_floating_point and dtype.itemsize < 4,
             "tf32" if tf32 else "ieee",
         )
+
+    def staged(self, part: torch.dtype, rows: int) -> "Tiling":
+        """The same, for results that travel as ``part`` in blocks [rows, block_n]."""
+        return replace(self, dtype=TRITON_DTYPES[part], rows=rows, columns=self.block_n)
 
     def with_modes(self, **modes: Any) -> "Tiling":
         """The same with other fields."""

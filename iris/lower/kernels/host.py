@@ -1,7 +1,7 @@
 """What every stage has on the host: symmetric workspace, operands for kernels, the schedule."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -88,6 +88,32 @@ def launch(kernel: Any, programs: int, dry: "int | Turns", *arguments: Any, **op
         ]
         if dry.mine((id(kernel), *kinds, *options.values())):
             kernel.warmup(1, *arguments, grid=(programs,), **options)
+
+
+class Stage:
+    """A kernel with all that its launches share. See the package's docstring for its life.
+
+    Subclasses give ``kernel``, ``programs``, ``options`` of the launch, and ``arguments(...)``: the
+    kernel's, for the operands of one launch; None where there is nothing to launch for.
+    """
+
+    kernel: Any
+    programs: int
+    options: Mapping[str, int]
+    workspace: "Workspace"
+
+    def arguments(self, *operands: Any, **named: Any) -> Sequence[Any] | None:
+        raise NotImplementedError
+
+    def __call__(self, *operands: Any, dry: int | Turns = 0, **named: Any) -> None:
+        """Launch on the current stream; ``dry``: see `launch`."""
+        arguments = self.arguments(*operands, **named)
+        if arguments is not None:
+            launch(self.kernel, self.programs, dry, *arguments, **self.options)
+
+    def warm(self, *operands: Any, **named: Any) -> None:
+        """Compile and load the kernel for these operands without running it."""
+        self(*operands, **named, dry=1)
 
 
 def _kind(argument: Any) -> Any:
@@ -178,27 +204,20 @@ def target(out: Tensor, T: Tiling) -> Any:
     return out
 
 
-def part_tiling(
-    config: GemmConfig,
-    world: int,
-    dtype: torch.dtype,
-    part: torch.dtype,
-    rows: int,
-    columns: int,
-    device: torch.device,
-) -> tuple[Tiling, int]:
-    """The tiling of a stage that sends parts of ``part`` type and sums ``rows`` x ``columns`` here.
+def part_tiling(problem: Any, rows: int) -> tuple[Tiling, int]:
+    """The tiling of a stage that sends parts and sums ``rows`` rows of all columns here.
 
     Sums are made of runs of blocks within a column tile: long runs, since each begins with a wait,
     but several a program. Returns the rows of a run too; kernels are not compiled for it.
     """
-    T = Tiling.of(config, world, 1, dtype, interpreted())
-    programs = config.programs or processors(device)
-    wanted = max(1, 2 * programs // max(1, -(-columns // T.block_n)))  # runs in a column of tiles
+    config = problem.config
+    T = Tiling.of(config, problem.group.size, 1, problem.dtype, interpreted())
+    programs = config.programs or processors(problem.device)
+    across = max(1, -(-problem.N // T.block_n))
+    wanted = max(1, 2 * programs // across)  # runs in a column of tiles
     each = max(1, min(T.block_m, rows // wanted))
     high = min(max(1, config.copy // 2 // T.block_n), 1 << (each.bit_length() - 1))
-    T = T.with_modes(dtype=TRITON_DTYPES[part], rows=high, columns=T.block_n)
-    return T, max(1, each // high) * high
+    return T.staged(problem.part, high), max(1, each // high) * high
 
 
 def product_modes(T: Tiling, x: Tensor, w: Tensor, config: GemmConfig) -> Tiling:

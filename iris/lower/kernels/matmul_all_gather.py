@@ -4,33 +4,17 @@ Every finished tile goes to all ranks while later tiles compute; each rank copie
 its result. See NOTE [Epochs] and NOTE [Progress] in protocol.py.
 """
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from iris.device import tracing
 from iris.device.target import device_function
-from iris.lower.kernels.config import TRITON_DTYPES, GemmConfig, Tiling, default_config
-from iris.lower.kernels.gemm import identity, nothing, run_segments
-from iris.lower.kernels.host import (
-    GroupLike,
-    Share,
-    Turns,
-    Workspace,
-    interpreted,
-    launch,
-    operand,
-    product_modes,
-    round_up,
-    rows_of,
-    shard_rows,
-    tiles_of,
-)
+from iris.lower.kernels.config import Tiling
+from iris.lower.kernels.gemm import nothing, run_segments
+from iris.lower.kernels.host import GroupLike, interpreted, rows_of, shard_rows, tiles_of
+from iris.lower.kernels.product import LOOSE, Layout, Problem, ProductStage
 from iris.lower.kernels.protocol import enter, greet, leave, meet, peer, team
-from iris.lower.kernels.sums import announce_to_all, collect, send_to_all, tiles_in
+from iris.lower.kernels.sums import announce_to_all, collect, no_news, send_to_all, tiles_in
 
 
 @device_function
@@ -48,11 +32,11 @@ def _done(env, row, column, T: tl.constexpr):
     announce_to_all(row, column, first_flag, size[1], flags, epoch, T)
 
 
-@triton.jit(do_not_specialize=["dry", "m", "rank", "stage", "M", "shard", "run"])
+@triton.jit(do_not_specialize=LOOSE)
 def matmul_all_gather_kernel(
-    dry, a, a_row, a_k, b, b_row, b_k, out, out_row, out_column, staging, flags, state, record,
-    stage, trace, rank, m, M, N, K, ld, shard, run, heads, table, scratch, counts, args,
-    epilogue: tl.constexpr, T: tl.constexpr,
+    dry, a, a_row, a_k, b, b_row, b_k, out, out_row, out_column, staging, sums, flags, state,
+    record, stage, trace, rank, m, M, N, K, ld, shard, run, heads, table, scratch, counts, args,
+    after_args, epilogue: tl.constexpr, after: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     if dry == 0:
         epoch, number = enter(state)
@@ -69,21 +53,23 @@ def matmul_all_gather_kernel(
         run_segments(left, right, right, K, plan, number, nothing, _emit, _done, env, epilogue, T)
         line = (peer(flags, rank, tl.int32), epoch, state, watch)
         source = peer(staging, rank, T.dtype) + half * ld
-        sink = (out, out_row, out_column, M, N, args)
+        sink = (out, out_row, out_column, M, N, after_args)
         since = tracing.begin(watch)
-        collect(source, ld, T.world, shard, run, (M, N), line, rank, number, sink, identity, T)
+        collect(
+            source, ld, T.world, shard, run, (M, N), line, rank, number, sink, no_news, (), after, T
+        )
         tracing.end(watch, since, tracing.COLLECT)
         if T.meet:
             meet(line[0], number, epoch, line[3], T.world, T.lanes)
         leave(state, epoch)
 
 
-class MatmulAllGather:
+class MatmulAllGather(ProductStage):
     """``out = all_gather(epilogue(x @ w), dim=0)`` over a group, one kernel.
 
     ``x`` is this rank's rows of [M, K] (torch.chunk's split), ``w`` is [K, N], of any strides;
-    ``out`` is [M, N]. The epilogue sees this rank's rows, from 0. To gather columns, give the
-    transposed problem: ``stage(w.T, x.T, out=out.T)``.
+    ``out`` is [M, N]. The epilogue sees this rank's rows, from 0; ``after``, with ``after_args``,
+    all rows. To gather columns, give the transposed problem: ``stage(w.T, x.T, out=out.T)``.
 
     Example::
 
@@ -92,77 +78,19 @@ class MatmulAllGather:
         head(x, w, out=y)
     """
 
-    def __init__(
-        self,
-        group: GroupLike,
-        workspace: Workspace,
-        share: Share,
-        T: Tiling,
-        config: GemmConfig,
-        shape: tuple[int, int, int],
-        epilogue: Any,
-    ) -> None:
-        self.group, self.workspace, self.share = group, workspace, share
-        self.T, self.config, self.epilogue = T, config, epilogue
-        self.M, self.N, self.K = shape
+    name = "matmul_all_gather"
+    kernel = matmul_all_gather_kernel
 
     @classmethod
-    def create(
-        cls,
-        ctx: Any,
-        group: GroupLike,
-        *,
-        M: int,
-        N: int,
-        K: int,
-        dtype: torch.dtype,
-        out_dtype: torch.dtype | None = None,
-        epilogue: Any = identity,
-        config: GemmConfig | None = None,
-    ) -> "MatmulAllGather":
-        """Allocate the workspace (collective over ``group``). ``M`` counts all ranks' rows.
+    def layout(cls, problem: Problem) -> Layout:
+        config, members = problem.config, problem.group.size
+        T = Tiling.of(config, members, 1, problem.dtype, interpreted())
+        T = T.staged(problem.part, min(T.block_m, max(1, config.copy // 2 // T.block_n)))
+        T = T.with_modes(announced=True, meet=problem.someone_idle)
+        flags = members * (1 + tiles_of(problem.shard, problem.N, T))
+        m = rows_of(problem.M, members, problem.group.index)
+        return Layout(T, T.block_m, problem.M * problem.row_bytes, flags, 0, 0, m)
 
-        Results travel as ``out_dtype`` (default: the type of a product of ``dtype``).
-        """
-        device, W = ctx.heap.device, group.size
-        shard, m = shard_rows(M, W), rows_of(M, W, group.index)
-        config = config or default_config(shard, N, dtype, device)
-        out = out_dtype or (torch.int32 if dtype == torch.int8 else dtype)
-        T = Tiling.of(config, W, 1, dtype, interpreted())
-        high = min(T.block_m, max(1, config.copy // 2 // T.block_n))
-        T = T.with_modes(
-            dtype=TRITON_DTYPES[out],
-            rows=high,
-            columns=T.block_n,
-            announced=True,
-            meet=rows_of(M, W, W - 1) == 0,
-        )
-        half = M * round_up(N, 16) * out.itemsize
-        flags = W * (1 + tiles_of(shard, N, T))
-        workspace = Workspace(
-            ctx, group, half, flags, f"matmul_all_gather of [{M}, {K}] x [{K}, {N}]"
-        )
-        share = Share.create(config, T, m, [N], K, 0, device)
-        return cls(group, workspace, share, T, config, (M, N, K), epilogue)
-
-    def __call__(
-        self, x: Tensor, w: Tensor, *, out: Tensor, args: tuple[Any, ...] = (), dry: int | Turns = 0
-    ) -> None:
-        """Launch on the current stream."""
-        if 0 in (self.M, self.N):
-            return
-        T, work, share = product_modes(self.T, x, w, self.config), self.workspace, self.share
-        launch(
-            matmul_all_gather_kernel, share.programs, dry,
-            operand(x, T.a_mode, T.block_m, T.block_k), *x.stride(),
-            operand(w.T, T.b_mode, T.block_n, T.block_k), *w.T.stride(), out, *out.stride(),
-            work.staging, work.flags, work.state, *work.watch, self.group.index, x.shape[0], self.M,
-            self.N, self.K, round_up(self.N, 16), shard_rows(self.M, self.group.size),
-            T.block_m, share.heads,
-            share.table, share.scratch, share.counts, args, self.epilogue, T,
-            num_warps=self.config.warps, num_stages=self.config.stages,
-        )  # fmt: skip
-
-    def warm(self, x: Tensor, w: Tensor, *, out: Tensor, args: tuple[Any, ...] = ()) -> None:
-        """Compile and load the kernel for these operands without running it."""
-        self(x, w, out=out, args=args, dry=1)
+    @classmethod
+    def tile_rows(cls, M: int, group: GroupLike) -> int:
+        return shard_rows(M, group.size)

@@ -11,7 +11,7 @@ watch)`` of this rank, ``parts = (slots, rows of a slot, ld)``.
 
 import triton.language as tl
 
-from iris.device.target import device_function
+from iris.device.target import device_function, together
 from iris.lower.kernels.protocol import peer, publish, publish_to, ticket, wait
 
 
@@ -90,15 +90,15 @@ def sum_parts(parts, at, mask, T: tl.constexpr):
 
 @device_function
 def sum_rows(
-    number, m, first_row, run, parts, size, line, store, summed, env, after, T: tl.constexpr
+    number, m, first_row, run, parts, size, line, store, env, summed, news, after, T: tl.constexpr
 ):
     """Sum rows ``first_row .. first_row + m`` of the result, as their parts arrive.
 
     Row ``first_row`` is row 0 of each member's slot. An item is ``run`` rows, in blocks of [T.rows,
     T.columns] one below the other: one wait for all. Every block goes to ``store(env, total, row,
-    column, after, T)``, with its row within the ``m``; then ``summed(env, item, T)`` is called.
-    Others may wait for what a program takes by ticket; where nobody does (``T.awaited``), program p
-    begins with item p.
+    column, after, T)``, with its row within the ``m``; then ``summed(news, item, number of its
+    rows, first row, end, T)`` is called. Others may wait for what a program takes by ticket; where
+    nobody does (``T.awaited``), program p begins with item p.
     """
     across = tl.cdiv(size[1], T.columns)
     items = tl.cdiv(m, run) * across
@@ -118,13 +118,50 @@ def sum_rows(
             at = rows.to(tl.int64)[:, None] * parts[2] + columns[None, :]
             store(env, sum_parts(parts, at, mask, T), row, column, after, T)
             row += T.rows
-        summed(env, item, T)
+        block = item // across
+        summed(news, item, block, block * run, end, T)
         item = later
 
 
 @device_function
-def no_news(env, item, T: tl.constexpr):
+def no_news(news, item, block, row, end, T: tl.constexpr):
     """For sums that nobody waits for."""
+
+
+@device_function
+def norm_rows(news, item, block, row, end, T: tl.constexpr):
+    """RMSNorm of rows ``row .. end``, by the program that stores the last of their columns.
+
+    ``T.norm`` is 2 with a weight, 1 without; 0: do nothing.
+    """
+    if T.norm > 0:
+        counters, epoch, across, N, summed, summed_row, weight, eps, out, out_row = news
+        C: tl.constexpr = 1024
+        together()
+        before = tl.atomic_add(counters + block, 1, sem="acq_rel", scope="gpu")
+        last = before + 1 == across * (epoch + 1)
+        row = tl.where(last, row, end)
+        while row < end:
+            source = summed + row.to(tl.int64) * summed_row
+            target = out + row.to(tl.int64) * out_row
+            squares = tl.zeros((C,), tl.float32)
+            first = row * 0
+            while first < N:
+                c = first + tl.arange(0, C)
+                value = tl.load(source + c, mask=c < N, other=0, cache_modifier=".cg")
+                squares += value.to(tl.float32) * value.to(tl.float32)
+                first += C
+            scale = tl.rsqrt(tl.sum(squares) / N + eps)
+            first = row * 0
+            while first < N:
+                c = first + tl.arange(0, C)
+                value = tl.load(source + c, mask=c < N, other=0, cache_modifier=".cg")
+                value = value.to(tl.float32) * scale
+                if T.norm == 2:
+                    value = value * tl.load(weight + c, mask=c < N, other=0).to(tl.float32)
+                tl.store(target + c, value.to(out.dtype.element_ty), mask=c < N)
+                first += C
+            row += 1
 
 
 @device_function
@@ -145,12 +182,13 @@ def finish_sum(env, total, row, column, after, T: tl.constexpr):
 
 @device_function
 def collect(
-    source, ld, first_flag, shard, run, size, line, rank, number, out, after, T: tl.constexpr
-):
+    source, ld, first_flag, shard, run, size, line, rank, number, out, summed, news, after,
+    T: tl.constexpr,
+):  # fmt: skip
     """Store ``after`` of all members' rows of ``source`` [M, ld], own first, as they arrive.
 
-    Items are those of ``sum_rows``, for each owner; their flags begin at ``first_flag``. Nobody
-    waits for this: program p begins with item p.
+    Items are those of ``sum_rows``, for each owner; their flags begin at ``first_flag``; ``summed``
+    as there. Nobody waits for this: program p begins with item p.
     """
     LANES: tl.constexpr = T.lanes
     flags, epoch, state, watch = line
@@ -167,6 +205,7 @@ def collect(
         column = item % across * T.columns
         first = owner * shard
         end = tl.minimum(row + run, tl.minimum(shard, M - first))
+        begin = row
         if row < end:
             flag = flags + (first_flag + owner * each + item + lane)
             wait(flag, owner + lane, lane < 1, epoch, watch)
@@ -180,4 +219,7 @@ def collect(
             value = tl.load(source + at, mask=mask, cache_modifier=".cg").to(T.acc)
             finish_sum(sink, value, first + row, column, after, T)
             row += T.rows
+        if begin < end:
+            block = owner * tl.cdiv(shard, run) + item // across
+            summed(news, item, block, first + begin, first + end, T)
         number = later
