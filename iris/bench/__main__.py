@@ -17,6 +17,8 @@ from iris.bench.mps import private_daemon, share_of
 # the same rows there.
 COMMANDS = {
     "stages": "fused stages beside cuBLAS and torch",
+    "layer": "one whole layer beside torch's symmetric memory",
+    "model": "decode and prefill of whole models, beside torch's symmetric memory and one rank",
     "barrier": "the device barrier beside torch's",
     "gemm": "the GEMM loop of the stages beside cuBLAS",
     "replay": "the host's time for a call beside a bare graph launch and torch.compile",

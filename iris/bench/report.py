@@ -80,7 +80,8 @@ def show(rows: Sequence[Row], console: Console) -> None:
     for title, items in groupby(points(rows), lambda item: item[0]):
         found = list(items)
         names = list(dict.fromkeys(name for _, _, point in found for name in sorted(point)))
-        table = Table(title=f"{title}, µs")
+        unit = next(iter(found[0][2].values())).unit
+        table = Table(title=f"{title}, {unit}")
         keys = list(found[0][1])
         for head in (*keys, *names, "iris / floor", "best peer / iris"):
             table.add_column(head, justify="right")

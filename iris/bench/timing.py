@@ -29,13 +29,16 @@ class Time:
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant at one point of one table; ``right`` says whether its result was."""
+    """One contestant at one point of one table, in ``unit``; ``right`` says whether its result
+    was.
+    """
 
     table: str
     point: dict[str, Any]
     name: str
     time: Time
     right: bool = True
+    unit: str = "µs"
 
 
 def rotated(*operands: Tensor) -> list[Sequence[Tensor]]:
@@ -83,14 +86,44 @@ def time_graphs(contestants: Mapping[str, Call], align: Callable[[], object]) ->
 
 def _replay(graph: torch.cuda.CUDAGraph, align: Callable[[], object]) -> float:
     """Microseconds of one replay on this rank."""
+    return _timed(graph.replay, align)
+
+
+def _timed(launch: Callable[[], object], align: Callable[[], object]) -> float:
+    """Microseconds of what ``launch`` puts on the stream, the ranks aligned before it."""
     dist.barrier()
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     align()
     start.record()
-    graph.replay()
+    launch()
     stop.record()
     torch.cuda.synchronize()
     return float(start.elapsed_time(stop)) * 1e3
+
+
+def paced(
+    contestants: Mapping[str, Callable[[], Any]], align: Callable[[], object]
+) -> dict[str, Time]:
+    """Time contestants that launch themselves, such as programs, in turns. Collective."""
+    counts = {}
+    for name, call in contestants.items():
+        once = _slowest(statistics.median(_run(call, 2, align) for _ in range(3)))
+        counts[name] = max(2, min(MOST_CALLS, int(2 * SPAN / once)))
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(REPLAYS):
+        for name, call in contestants.items():
+            times[name].append(_run(call, counts[name], align))
+    return {name: agreed(values) for name, values in times.items()}
+
+
+def _run(call: Callable[[], Any], calls: int, align: Callable[[], object]) -> float:
+    """Microseconds of each of ``calls`` calls on this rank."""
+
+    def launch() -> None:
+        for _ in range(calls):
+            call()
+
+    return _timed(launch, align) / calls
 
 
 def agreed(values: list[float]) -> Time:

@@ -5,12 +5,14 @@ Every node becomes one line. Pure ops are torch calls; a collective or a fused s
 an object made at compile time, which owns its workspace and its place in the group's order.
 """
 
+import functools
 import linecache
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from iris.errors import UnsupportedError
 from iris.graph.nodes import Arg, Graph, Node, Ref, Token, walk
@@ -201,11 +203,23 @@ def torch_function(op: str, type_: TensorType | None) -> tuple[str, Callable[...
     try:
         packet = getattr(getattr(torch.ops, space or "aten"), packet_name)
         function = getattr(packet, overload or "default")
+        if any(str(result.type) != "Tensor" for result in function._schema.returns[1:]):
+            function = _tensors_of(function)
     except AttributeError:
         raise UnsupportedError(
             f"this torch has no op {op!r}", help="trace the program with this version"
         ) from None
     return op.replace("::", "_").replace(".", "_"), function
+
+
+def _tensors_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` without the sizes among its results, as attention on GPUs has them."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> list[Tensor]:
+        return [value for value in function(*args, **kwargs) if isinstance(value, Tensor)]
+
+    return call
 
 
 def _variable(name: str) -> str:
