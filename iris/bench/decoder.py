@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import iris
 from iris import P
-from iris.bench.peers import OPS, all_gathered, group_name, symmetric
+from iris.bench.peers import OPS, group_name, symmetric
 from iris.nn import (
     ColumnParallelLinear,
     ParallelAttention,
@@ -253,15 +253,18 @@ class Peer:
         if self.how == "alone" or self.place.size == 1:
             return part
         if self.how == "exact":
-            total: Tensor = all_gathered(part).sum(0)
-            return total
+            return iris.all_reduce(part.contiguous())
         self.shared.copy_(part.flatten(0, 1))
-        return self._summed().view(part.shape)
+        return self._summed().view(part.shape).clone()
 
     def _summed(self) -> Tensor:
-        if self.how == "one-shot":
-            return OPS.one_shot_all_reduce(self.shared.view(-1), "sum", group_name())  # type: ignore[no-any-return]
-        return OPS.two_shot_all_reduce_(self.shared.view(-1), "sum", group_name())  # type: ignore[no-any-return]
+        """The sum of what is in symmetric memory; it may lie there itself."""
+        flat = self.shared.view(-1)
+        one_shot, two_shot = OPS.one_shot_all_reduce, OPS.two_shot_all_reduce_
+        total: Tensor = (one_shot if self.how == "one-shot" else two_shot)(
+            flat, "sum", group_name()
+        )
+        return total
 
 
 def is_close(found: Tensor, want: Tensor) -> bool:
