@@ -81,9 +81,9 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Names whose modules are slow to import; ``iris.nn`` too."""
-    if name == "nn":
-        return importlib.import_module("iris.nn")
+    """Names whose modules are slow to import; ``iris.nn`` and ``iris.gluon`` too."""
+    if name in ("nn", "gluon"):
+        return importlib.import_module(f"iris.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'iris' has no attribute {name!r}")
     value = getattr(importlib.import_module(_LAZY[name]), name)

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from iris.device import copy_engine
 from iris.device.ops import translate
-from iris.device.target import INTERPRETED, SYSTEM, device_function
+from iris.device.target import INTERPRETED, SYSTEM, device_function, spread
 
 
 @device_function
@@ -55,7 +55,7 @@ def atomic_add(
         copy_engine.add(copy_engine_ctx, to_rank, target, val)
         old = tl.cast(0, ELEMENT)
     else:
-        old = tl.atomic_add(target, val, mask=mask, sem=sem, scope=scope)
+        old = tl.atomic_add(target, spread(val, target), mask=mask, sem=sem, scope=scope)
     return old
 
 
@@ -91,7 +91,7 @@ def atomic_min(
     """Lower what ``to_rank`` has at ``pointer`` to ``val`` where ``val`` is less."""
     _check_ordered(pointer, "atomic_min")
     target = translate(pointer, heap_bases, from_rank, to_rank, hint)
-    return tl.atomic_min(target, val, mask=mask, sem=sem, scope=scope)
+    return tl.atomic_min(target, spread(val, target), mask=mask, sem=sem, scope=scope)
 
 
 @device_function
@@ -109,7 +109,7 @@ def atomic_max(
     """Raise what ``to_rank`` has at ``pointer`` to ``val`` where ``val`` is greater."""
     _check_ordered(pointer, "atomic_max")
     target = translate(pointer, heap_bases, from_rank, to_rank, hint)
-    return tl.atomic_max(target, val, mask=mask, sem=sem, scope=scope)
+    return tl.atomic_max(target, spread(val, target), mask=mask, sem=sem, scope=scope)
 
 
 @device_function
@@ -127,7 +127,7 @@ def atomic_and(
     """Replace what ``to_rank`` has at ``pointer`` by its bitwise and with ``val``."""
     _check_integer(pointer, "atomic_and")
     target = translate(pointer, heap_bases, from_rank, to_rank, hint)
-    return tl.atomic_and(target, val, mask=mask, sem=sem, scope=scope)
+    return tl.atomic_and(target, spread(val, target), mask=mask, sem=sem, scope=scope)
 
 
 @device_function
@@ -145,7 +145,7 @@ def atomic_or(
     """Replace what ``to_rank`` has at ``pointer`` by its bitwise or with ``val``."""
     _check_integer(pointer, "atomic_or")
     target = translate(pointer, heap_bases, from_rank, to_rank, hint)
-    return tl.atomic_or(target, val, mask=mask, sem=sem, scope=scope)
+    return tl.atomic_or(target, spread(val, target), mask=mask, sem=sem, scope=scope)
 
 
 @device_function
@@ -163,7 +163,7 @@ def atomic_xor(
     """Replace what ``to_rank`` has at ``pointer`` by its bitwise exclusive or with ``val``."""
     _check_integer(pointer, "atomic_xor")
     target = translate(pointer, heap_bases, from_rank, to_rank, hint)
-    return tl.atomic_xor(target, val, mask=mask, sem=sem, scope=scope)
+    return tl.atomic_xor(target, spread(val, target), mask=mask, sem=sem, scope=scope)
 
 
 @device_function
@@ -239,6 +239,4 @@ def _words(pointer, NAME: tl.constexpr):
 def _bits(value, ELEMENT: tl.constexpr, target):
     """Return ``value`` as ELEMENT, in the bits and the shape that ``target`` takes."""
     bits = tl.cast(value, ELEMENT).to(target.dtype.element_ty, bitcast=True)
-    if target.type.is_block():
-        bits = tl.broadcast_to(bits, target.shape)
-    return bits
+    return spread(bits, target)

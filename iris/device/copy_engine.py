@@ -12,7 +12,7 @@ import triton.language as tl
 
 from iris.device import copy_queue
 from iris.device.signals import wait
-from iris.device.target import device_function, publish
+from iris.device.target import device_function, places, publish
 
 QUEUE = tl.constexpr(copy_queue.QUEUE)
 READ = tl.constexpr(copy_queue.READ)
@@ -42,14 +42,13 @@ def enqueue(row, to_rank, op, dst, src, width, height, dst_pitch, src_pitch):
     ticket = tl.atomic_add(_word(row + WRITE), 1, sem="relaxed", scope="gpu")
     _wait_read(row, ticket + 1 - slots, to_rank)
     at = _word(row + QUEUE) + ticket % slots * WORDS
-    lane = tl.arange(0, WORDS)
-    word = tl.where(lane == 1, tl.cast(op, tl.int64), tl.cast(dst, tl.int64))
-    word = tl.where(lane == 3, tl.cast(src, tl.int64), word)
-    word = tl.where(lane == 4, tl.cast(width, tl.int64), word)
-    word = tl.where(lane == 5, tl.cast(height, tl.int64), word)
-    word = tl.where(lane == 6, tl.cast(dst_pitch, tl.int64), word)
-    word = tl.where(lane == 7, tl.cast(src_pitch, tl.int64), word)
-    tl.store(at + lane, word, mask=lane > 0)
+    tl.store(at + 1, tl.cast(op, tl.int64))
+    tl.store(at + 2, tl.cast(dst, tl.int64))
+    tl.store(at + 3, tl.cast(src, tl.int64))
+    tl.store(at + 4, tl.cast(width, tl.int64))
+    tl.store(at + 5, tl.cast(height, tl.int64))
+    tl.store(at + 6, tl.cast(dst_pitch, tl.int64))
+    tl.store(at + 7, tl.cast(src_pitch, tl.int64))
     publish(at, ticket + 1)
     tl.store(_word(row + BELL), ticket + 1)
 
@@ -78,21 +77,23 @@ def put(copy_engine_ctx, to_rank, target, source, mask):
     row = _row(copy_engine_ctx, to_rank)
     SIZE: tl.constexpr = (source.dtype.element_ty.primitive_bitwidth + 7) // 8
     if source.type.is_block():
-        if mask is None:
-            inside = tl.full(source.shape, 1, tl.int1)
-        else:
-            inside = tl.broadcast_to(mask, source.shape)
-        target = tl.broadcast_to(target, source.shape)
         tl.static_assert(len(source.shape) <= 2, "the copy engine takes blocks of 1 or 2 dims")
+        target = tl.broadcast_to(target, source.shape)
+        address = source.to(tl.int64)
+        inside = address == address
+        if mask is not None:
+            inside = inside & mask
         if len(source.shape) == 1:
-            source = source[None, :]
-            target = target[None, :]
-            inside = inside[None, :]
-        y, height = _extent(inside, 1)
-        x, columns = _extent(inside, 0)
-        y = y[:, None]
-        x = x[None, :]
-        within = (y >= 0) & (y < height) & (x >= 0) & (x < columns)
+            x, columns = _extent(inside.to(tl.int32))
+            y = 0
+            height = tl.minimum(columns, 1)
+            within = (x >= 0) & (x < columns)
+        else:
+            y, height = _extent(tl.max(inside.to(tl.int32), axis=1))
+            x, columns = _extent(tl.max(inside.to(tl.int32), axis=0))
+            y = y[:, None]
+            x = x[None, :]
+            within = (y >= 0) & (y < height) & (x >= 0) & (x < columns)
         dst, dst_pitch, dst_odd = _rows(target, inside, y, x, height, columns, SIZE)
         src, src_pitch, src_odd = _rows(source, inside, y, x, height, columns, SIZE)
         holes = tl.max((within != inside).to(tl.int32))
@@ -114,12 +115,11 @@ def put(copy_engine_ctx, to_rank, target, source, mask):
 
 
 @device_function
-def _extent(inside, AXIS: tl.constexpr):
+def _extent(some):
     """Places along a dim counted from the first one that is inside, and how many are."""
-    some = tl.max(inside.to(tl.int32), axis=AXIS)
-    places = tl.arange(0, some.shape[0])
-    first = tl.min(tl.where(some > 0, places, some.shape[0]))
-    return places - first, tl.sum(some)
+    place = places(some)
+    first = tl.min(tl.where(some > 0, place, some.shape[0]), axis=0)
+    return place - first, tl.sum(some, axis=0)
 
 
 @device_function
@@ -132,7 +132,7 @@ def _rows(ptr, inside, y, x, height, columns, SIZE: tl.constexpr):
     # A single row has no pitch; one that is as wide as the row does.
     gaps = tl.maximum(height - 1, 1)
     pitch = tl.where(height > 1, (last - first + SIZE - width) // gaps, width)
-    expected = first + y.to(tl.int64) * pitch + x * SIZE
+    expected = first + y * pitch + x * SIZE
     odd = tl.max((inside & (address != expected)).to(tl.int32))
     odd = tl.maximum(odd, (pitch < width).to(tl.int32))
     return first, pitch, odd

@@ -18,6 +18,8 @@ from iris.device.target import (
     clock,
     device_function,
     load_acquire,
+    places,
+    spread,
     together,
 )
 
@@ -40,7 +42,7 @@ def signal(ptr, epoch, mask=None):
     All that this program's threads stored before happens before what a waiter does after its wait.
     """
     together()
-    tl.atomic_xchg(ptr, epoch, mask=mask, sem="release", scope="sys")
+    tl.atomic_xchg(ptr, spread(epoch, ptr), mask=mask, sem="release", scope="sys")
 
 
 @device_function
@@ -121,9 +123,9 @@ def _write(record, stage, peer, epoch, seen, mask):
     reached = tl.cast(seen, tl.int64)
     awaited = tl.cast(peer, tl.int64)
     if seen.type.is_block():
-        lanes = tl.arange(0, seen.shape[0])
+        lanes = places(seen)
         last = lanes == tl.max(tl.where(_short(seen, epoch, mask), lanes, -1), axis=0)
-        none = tl.zeros_like(reached)
+        none = reached - reached
         expected = tl.sum(tl.where(last, expected, none), axis=0)
         awaited = tl.sum(tl.where(last, awaited, none), axis=0)
         reached = tl.sum(tl.where(last, reached, none), axis=0)

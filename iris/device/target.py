@@ -61,53 +61,36 @@ def _compiled_load_acquire(ptr: Any, mask: Any, _semantic: Any = None) -> Any:
         return tl.inline_asm_elementwise(
             _LOAD_ACQUIRE, "=r,l", [ptr], tl.int32, is_pure=False, pack=1, _semantic=_semantic
         )
-    return tl.atomic_add(ptr, 0, mask=mask, sem="acquire", scope="sys", _semantic=_semantic)
+    address = _semantic.cast(ptr, tl.int64)
+    zero = _semantic.cast(_semantic.sub(address, address, False), ptr.dtype.element_ty)
+    return tl.atomic_add(ptr, zero, mask=mask, sem="acquire", scope="sys", _semantic=_semantic)
+
+
+def _instruction(text: str, semantic: Any) -> Any:
+    """An instruction without operands, in every thread; nothing moves across it."""
+    return tl.inline_asm_elementwise(
+        f"{text}; mov.u32 $0, $1;",
+        "=r,r,~{memory}",
+        [semantic.to_tensor(0)],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+        _semantic=semantic,
+    )
 
 
 @tl.core.extern
 def _compiled_together(_semantic: Any = None) -> Any:
     if _semantic.builder.options.backend_name != "cuda":
         return tl.debug_barrier(_semantic=_semantic)
-    zero = _semantic.to_tensor(0)
-    return tl.inline_asm_elementwise(
-        "bar.sync 0; mov.u32 $0, $1;",
-        "=r,r,~{memory}",
-        [zero],
-        tl.int32,
-        is_pure=False,
-        pack=1,
-        _semantic=_semantic,
-    )
+    return _instruction("bar.sync 0", _semantic)
 
 
 @tl.core.extern
 def _compiled_fence_bulk(_semantic: Any = None) -> Any:
     if _semantic.builder.options.backend_name != "cuda":
         return None
-    zero = _semantic.to_tensor(0)
-    return tl.inline_asm_elementwise(
-        "fence.proxy.async.global; mov.u32 $0, $1;",
-        "=r,r,~{memory}",
-        [zero],
-        tl.int32,
-        is_pure=False,
-        pack=1,
-        _semantic=_semantic,
-    )
-
-
-@tl.core.extern
-def _compiled_fence_system(_semantic: Any = None) -> Any:
-    zero = _semantic.to_tensor(0)
-    return tl.inline_asm_elementwise(
-        "fence.acq_rel.sys; mov.u32 $0, $1;",
-        "=r,r,~{memory}",
-        [zero],
-        tl.int32,
-        is_pure=False,
-        pack=1,
-        _semantic=_semantic,
-    )
+    return _instruction("fence.proxy.async.global", _semantic)
 
 
 @tl.core.extern
@@ -119,12 +102,30 @@ def _compiled_publish(ptr: Any, value: Any, _semantic: Any = None) -> Any:
     _compiled_together(_semantic=_semantic)
     if _semantic.builder.options.backend_name != "cuda":
         return tl.atomic_xchg(ptr, value, sem="release", scope="sys", _semantic=_semantic)
-    _compiled_fence_system(_semantic=_semantic)
+    _instruction("fence.acq_rel.sys", _semantic)
     return tl.store(ptr, value, _semantic=_semantic)
+
+
+@tl.core.extern
+def _compiled_places(like: Any, _semantic: Any = None) -> Any:
+    """0, 1, 2 ... in the shape of a 1-D block and, in Gluon, in its layout."""
+    layout = getattr(like.type, "layout", None)
+    if layout is None:
+        return tl.arange(0, like.shape[0], _semantic=_semantic)
+    return _semantic.arange(0, tl.core._unwrap_if_constexpr(like.shape[0]), layout)
+
+
+@tl.core.extern
+def _compiled_bulk_done(_semantic: Any = None) -> Any:
+    return _instruction("cp.async.bulk.wait_group 0", _semantic)
 
 
 def _interpreted_nothing() -> None:
     pass
+
+
+def _interpreted_places(like: Any) -> Any:
+    return tl.arange(0, like.shape[0])
 
 
 def _interpreted_publish(ptr: Any, value: Any) -> None:
@@ -153,6 +154,9 @@ def _interpreted_load_acquire(ptr: Any, mask: Any) -> Any:
 together = _interpreted_nothing if INTERPRETED.value else _compiled_together
 # What was acquired by a wait is seen by loads through tensor descriptors too.
 fence_bulk = _interpreted_nothing if INTERPRETED.value else _compiled_fence_bulk
+# What this thread stored through tensor descriptors has arrived.
+bulk_done = _compiled_bulk_done
+places = _interpreted_places if INTERPRETED.value else _compiled_places
 publish = _interpreted_publish if INTERPRETED.value else _compiled_publish
 clock = _interpreted_clock if INTERPRETED.value else _compiled_clock
 # Nanoseconds: of the GPU's own clock, or of the host's monotonic one. Not moved by the compiler.
@@ -187,3 +191,13 @@ class _Interpreted:
 
     def __get__(self, instance: Any, owner: type) -> Any:
         return self if instance is None else functools.partial(self, instance)
+
+
+@device_function
+def spread(value, ptr):
+    """Return ``value`` as what ``ptr`` points to: in its shape and, in Gluon, in its layout."""
+    value = tl.cast(value, ptr.dtype.element_ty)
+    if ptr.type.is_block():
+        address = ptr.to(tl.int64)
+        value = tl.where(address == address, value, value)
+    return value

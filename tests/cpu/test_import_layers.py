@@ -23,6 +23,7 @@ BELOW = {
     "graph": ("logging",),
     "device": ("logging",),
     "runtime": ("device",),
+    "gluon": ("runtime",),
     "lower": ("graph", "runtime"),
     "ops": ("lower",),
     "spmd": ("ops",),

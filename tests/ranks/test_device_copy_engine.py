@@ -181,6 +181,7 @@ def put_and_count(x, out, flag, bases, engine, record, rank, peer, epoch, n, BLO
     ops.put(x + i, out + i, rank, peer, bases, i < n, copy_engine_ctx=engine, use_copy_engine=True)
     atomics.atomic_add(flag, 1, rank, peer, bases, copy_engine_ctx=engine, use_copy_engine=True)
     signals.wait(flag, epoch, record)
+    copy_engine.quiet(engine, peer)  # before x changes
     tl.store(x + i, tl.load(out + i, mask=i < n) + 1, mask=i < n)
 
 
@@ -188,7 +189,7 @@ def counted(dtype):
     """Data goes round a ring; the count that follows it says when it is there."""
     ctx = iris.iris(1 << 20, engines=("sdma",))
     rank, world = ctx.cur_rank, ctx.num_ranks
-    x, out = ctx.zeros(300, dtype=torch.int32), ctx.zeros(2, 300, dtype=torch.int32)
+    x, out = ctx.zeros(300, dtype=torch.int32), ctx.zeros(6, 300, dtype=torch.int32)
     flag = ctx.zeros(1, dtype=dtype)
     x.fill_(100 * rank)
     ctx.barrier()
@@ -197,7 +198,7 @@ def counted(dtype):
         iris.testing.delay(turn if turn < world else -1, 0.02)
         put_and_count[(1,)](
             x,
-            out[turn % 2],
+            out[turn],
             flag,
             ctx.get_heap_bases(),
             engine,
