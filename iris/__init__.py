@@ -77,6 +77,7 @@ _LAZY = {
     "local_mesh": "iris.spmd.local",
     "explain": "iris.spmd.summary",
     "parallelize": "iris.hf",
+    "profile": "iris.spmd.profiling",
 }
 
 

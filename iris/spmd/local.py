@@ -23,6 +23,7 @@ from iris.lower.dtypes import dtype_name
 from iris.runtime.pool import Environment
 from iris.runtime.session import Session
 from iris.runtime.shared import SharedArena
+from iris.runtime.timeline import CALLER, Event, Timeline
 from iris.runtime.transport import dumps
 from iris.spmd import local_rank
 from iris.spmd.agreement import resolve_types
@@ -37,7 +38,6 @@ from iris.spmd.mesh import AbstractMesh, ProgramMesh
 from iris.spmd.program import Program
 from iris.spmd.specs import Leaf, axes_in, match
 from iris.spmd.stages import Signature, Traced
-from iris.spmd.timeline import CALLER, Event, Timeline
 
 _KNOBS = tuple(knob.name for knob in config.knobs())
 
@@ -143,21 +143,24 @@ class LocalMesh(Controller):
             return pytree.tree_map_only(Tensor, lambda tensor: put(tensor.detach()), value)
 
     @contextmanager
-    def profile(self) -> Iterator[Timeline]:
+    def profile(self, tracing: bool = False) -> Iterator[Timeline]:
         """Record when each rank does what, step by step, until the ``with`` block ends.
+
+        What is recorded, and what ``tracing`` adds, is said in :func:`iris.profile`.
 
         >>> with mesh.profile() as timeline:                 # doctest: +SKIP
         ...     mlp(x, w_up, w_down)
         >>> timeline.save("trace.json")                      # doctest: +SKIP
         """
-        self._call("profile", local_rank.record)
-        timeline = self._timeline = Timeline(self.size)
+        self._call("profile", local_rank.record, tracing)
+        timeline = self._timeline = Timeline()
         try:
             yield timeline
         finally:
             self._timeline = None
-            events = self._call("profile", local_rank.recorded)
-            timeline.events += [event for rank in events for event in rank]
+            for part in self._call("profile", local_rank.recorded):
+                timeline.events += part.events
+                timeline.about |= part.about
 
     def restart(self) -> None:
         """End all ranks and start new ones. What functions kept on the old ones is lost."""
@@ -242,7 +245,7 @@ class LocalMesh(Controller):
         start = time.perf_counter_ns()
         answers = self._session.call(name, fn, *args)
         if self._timeline is not None:
-            event = Event(CALLER, f"call {name}", "", start, time.perf_counter_ns())
+            event = Event(CALLER, f"call {name}", start, time.perf_counter_ns(), kind="call")
             self._timeline.events.append(event)
         return answers
 

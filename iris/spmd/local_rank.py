@@ -22,13 +22,14 @@ from iris.graph.types import Mesh, TensorType, chunk_sizes
 from iris.runtime import context
 from iris.runtime.segments import Address
 from iris.runtime.shared import SharedMemory
+from iris.runtime.timeline import Timeline
 from iris.runtime.worker import Failure
 from iris.spmd.decorator import SpmdFunction
 from iris.spmd.mesh import mesh as make_mesh
 from iris.spmd.modules import held_leaves
 from iris.spmd.options import Options
+from iris.spmd.profiling import Profiler
 from iris.spmd.program import Program, prepare
-from iris.spmd.timeline import Event, Recorder
 
 _STORE = 0x10CA1  # tag of the barrier between writing results and comparing them
 _LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
@@ -194,7 +195,7 @@ class _Host:
     memory: SharedMemory | None = None
     mesh: DeviceMesh | None = None
     running: bool = False
-    recorder: Recorder | None = None
+    profiler: Profiler | None = None
     definitions: dict[int, Definition] = field(default_factory=dict)
     signatures: dict[tuple[int, int], _Signature] = field(default_factory=dict)
 
@@ -335,19 +336,18 @@ def trace_program(request: Request) -> tuple[Program, Any] | None:
 
 
 @_task
-def record() -> None:
+def record(tracing: bool) -> None:
     """Note what programs do from now on."""
-    host = _host()
-    host.recorder = Recorder(context.current().cur_rank)
-    host.recorder.start()
+    profiler = _host().profiler = Profiler(context.current(), tracing)
+    profiler.start()
 
 
 @_task
-def recorded() -> list[Event]:
+def recorded() -> Timeline:
     """Stop, and return what was noted."""
     host = _host()
-    recorder, host.recorder = host.recorder, None
-    return recorder.stop() if recorder is not None else []
+    profiler, host.profiler = host.profiler, None
+    return Timeline() if profiler is None else profiler.stop()
 
 
 def _apply(settings: Settings | None) -> None:
