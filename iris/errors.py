@@ -64,3 +64,10 @@ class PeerError(IrisError, RuntimeError):
 
 class LaunchError(IrisError, RuntimeError):
     """One or more ranks of a launch failed: every failing rank's traceback is in the text."""
+
+
+# The way out where ranks are in different calls.
+SAME_CALLS = "every rank of a group must make the same calls, with the same shapes and dtypes"
+TRACE_FIRST = (
+    f"{SAME_CALLS}; call f.trace(...) first with sizes that one rank's shard does not tell"
+)

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from iris.errors import PeerError, TimeoutError
+from iris.errors import TRACE_FIRST, CollectiveMismatchError, PeerError, TimeoutError
 
 if TYPE_CHECKING:
+    from iris.runtime.board import Board
     from iris.runtime.context import Iris
     from iris.runtime.heap import Block
 
@@ -47,7 +48,9 @@ class Watch:
     wherever it looks at results. ``watch.flags`` are this rank's barrier flags.
     """
 
-    def __init__(self, block: "Block", record: Tensor, raised: Tensor, rank: int) -> None:
+    def __init__(
+        self, block: "Block", record: Tensor, raised: Tensor, rank: int, board: "Board"
+    ) -> None:
         words = 2 * record.numel()
         self.record = record
         self.flags = block.tensor.view(torch.int32)[words:].view(SLOTS + GROUPS, -1)
@@ -55,6 +58,8 @@ class Watch:
         self._raised = raised.numpy()
         self._rank = rank
         self.stages: dict[int, tuple[str, tuple[int, ...]]] = {}  # by number
+        self.board = board
+        board.alarm = self.alarm
         self._reason: str | None = None
         # Made now: allocating either can wait for a kernel that waits for ``abort``.
         self._mark = torch.tensor([-1 - rank], pin_memory=record.is_cuda)
@@ -79,7 +84,7 @@ class Watch:
         if on_gpu:
             torch.cuda.synchronize(record.device)
         ctx.world.sync(zlib.crc32(b"iris.watch"), "prepare bounded waits")
-        return cls(block, record, raised, ctx.cur_rank)
+        return cls(block, record, raised, ctx.cur_rank, ctx._board)
 
     def close(self) -> None:
         """Let go of the heap; what this rank's record said last is kept."""
@@ -107,6 +112,9 @@ class Watch:
         if words[STATE] < 0 and self._block is not None:
             culprit = -1 - words[STATE]
             words = self._block.peer(culprit)[: 8 * PEERS].view(torch.int64).tolist()
+            told = self.board.pages[culprit].message
+            if words[STATE] <= 0 and told and self._reason is None:
+                raise CollectiveMismatchError(told, help=TRACE_FIRST)
         if words[STATE] <= 0:
             raise PeerError(self._reason or "a rank ended every wait")
         raise TimeoutError(*self._explain(words))
@@ -117,12 +125,22 @@ class Watch:
         For a watchdog that saw a peer die.
         """
         self._reason = reason
+        self._mark_record(self.record[:1])
+
+    def _mark_record(self, state: Tensor) -> None:
         if self._stream is None:
-            self.record[:1] = self._mark
+            state.copy_(self._mark)
             return
         with torch.cuda.stream(self._stream):
-            self.record[:1].copy_(self._mark, non_blocking=True)
+            state.copy_(self._mark, non_blocking=True)
         self._stream.synchronize()
+
+    def alarm(self, reason: str) -> None:
+        """End every wait on all ranks, of which each then raises ``CollectiveMismatchError``."""
+        assert self._block is not None
+        self.board.page.tell(reason)
+        for rank in range(len(self._block.peers)):
+            self._mark_record(self._block.peer(rank)[:8].view(torch.int64))
 
     def _explain(self, words: list[int]) -> tuple[str, str]:
         """Return the message and the way out for a record."""

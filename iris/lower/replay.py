@@ -54,12 +54,16 @@ class Turn:
 
 
 class Runner:
-    """Runs an executable on one rank. ``group`` is all ranks of the program."""
+    """Runs an executable on one rank. ``group`` is all ranks of the program, ``what`` says which
+    program it is: on all of them alike, and otherwise than any other.
+    """
 
     def __init__(
-        self, executable: Executable, ctx: Iris, group: Group, name: str, replay: bool, reuse: bool
+        self, executable: Executable, ctx: Iris, group: Group, what: str, replay: bool, reuse: bool
     ) -> None:
-        self.executable, self.ctx, self.group, self.name = executable, ctx, group, name
+        self.executable, self.ctx, self.group, self.what = executable, ctx, group, what
+        self.signature = group.know(what)
+        self._noted = bool(executable.fused) and group.size > 1
         self.on_gpu = ctx.device.type == "cuda"
         self.reuse = reuse
         self.replays = replay and self.on_gpu and not executable.on_host
@@ -71,6 +75,8 @@ class Runner:
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
         """Outputs and written values of one call."""
+        if self._noted:
+            self.group.launch(self.signature)
         if self._turn is not None:
             self._turn.take()
         if self.ctx.tracing.enabled is not self._traced:  # other kernels: load and capture again
@@ -119,7 +125,7 @@ class Runner:
         return self.captured(inputs)
 
     def _meet(self, step: str) -> None:
-        what = f"program {self.name}: kernels {step}"
+        what = f"{self.what}: kernels {step}"
         self.group.sync(zlib.crc32(what.encode()) & 0x7FFFFFFF, what)
 
 

@@ -11,6 +11,7 @@ import os
 import platform
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,8 @@ CHUNK_BYTES = 8192
 _MESSAGE_BYTES = 8192
 _HEADER_BYTES = 16384
 _HALF_BYTES = WHAT_BYTES + 8 + CHUNK_BYTES
-_SLOT_BYTES = 64 + 2 * _HALF_BYTES
+CALLS = 1024  # so many calls back a member is known: more launches do not wait on a GPU
+_SLOT_BYTES = 64 + 2 * _HALF_BYTES + 8 * CALLS
 
 OPEN, CLOSED, FAILED = range(3)
 _ORDERED_STORES = platform.machine() in ("x86_64", "AMD64")
@@ -36,9 +38,11 @@ def fence() -> None:
 
 
 class Slot:
-    """One rank's place in one group: two epoch words, and for each parity a text and a mailbox.
+    """One rank's place in one group: two epoch words, for each parity a text and a mailbox, and
+    the rank's last calls.
 
     ``words[parity]`` is ``tag << 32 | epoch``; half ``parity`` of the rest belongs to that epoch.
+    ``calls[n % CALLS]`` is call number n: see NOTE [Calls] in `iris.runtime.groups`.
     """
 
     def __init__(self, segment: Segment, index: int) -> None:
@@ -48,6 +52,13 @@ class Slot:
         self._halves = [
             view[start + 64 + p * _HALF_BYTES : start + 64 + (p + 1) * _HALF_BYTES] for p in (0, 1)
         ]
+        end = start + _SLOT_BYTES
+        self.calls = view[end - 8 * CALLS : end].cast("Q")
+
+    def renew(self) -> None:
+        """Start again at epoch 0."""
+        self.words[0] = self.words[1] = 0
+        self.calls[:] = memoryview(bytes(8 * CALLS)).cast("Q")
 
     def write_what(self, parity: int, what: str) -> None:
         data = what.encode()[:WHAT_BYTES].ljust(WHAT_BYTES, b"\0")
@@ -92,12 +103,16 @@ class Page:
     def message(self) -> str:
         return bytes(self._message).rstrip(b"\0").decode(errors="replace")
 
+    def tell(self, message: str) -> None:
+        """Leave a message for peers."""
+        self._message[:] = message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+        fence()
+
     def leave(self, state: int, message: str = "") -> None:
         """Tell peers that this rank will not answer any more. The first reason stands."""
         if self.state == OPEN:
-            data = message.encode()[:_MESSAGE_BYTES]
-            self._message[: len(data)] = data
-            fence()
+            if not self.message:
+                self.tell(message)
             self._state[0] = state
 
     def find(self, key: int) -> Slot | None:
@@ -127,8 +142,7 @@ class Page:
         """Start again at epoch 0 in every group, as if nothing had failed."""
         self._message[:] = bytes(_MESSAGE_BYTES)
         for index in range(self._state[1]):
-            words = Slot(self.segment, index).words
-            words[0] = words[1] = 0
+            Slot(self.segment, index).renew()
         self._state[0] = OPEN
 
 
@@ -150,6 +164,7 @@ class Board:
         self.page = page
         self.pid = os.getpid()
         self.pages: dict[int, Page] = {rank: page}
+        self.alarm: Callable[[str], None] | None = None  # ends the kernels of all ranks
         self.contact = Contact(rank, self.pid, start_time(self.pid), page.segment.address)
         self._contacts: dict[int, Contact] = {rank: self.contact}
 

@@ -4,6 +4,12 @@ NOTE [Staging parity]
 Everything a group shares is kept twice, by the parity of the epoch. A rank writes for epoch e + 2
 only after it saw every member publish e + 1, and a member publishes e + 1 only when it has
 finished reading e. So no second barrier is needed after reading.
+
+NOTE [Calls]
+A replayed program meets nobody on the host. So each rank writes down for its peers, call by call,
+which program it runs (``launch``), and which meetings it is in, under one number: meetings so far
+plus launches so far. The later of two ranks to come to a number sees what the earlier one did
+there. Where that is not the same, it ends the kernels of all ranks and says so on all.
 """
 
 import hashlib
@@ -19,13 +25,21 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from iris import config
-from iris.errors import CollectiveMismatchError, IrisError, PeerError, TimeoutError
-from iris.runtime.board import CHUNK_BYTES, Board, Slot, fence
+from iris.errors import (
+    SAME_CALLS,
+    TRACE_FIRST,
+    CollectiveMismatchError,
+    IrisError,
+    PeerError,
+    TimeoutError,
+)
+from iris.runtime.board import CALLS, CHUNK_BYTES, Board, Slot, fence
 
 if TYPE_CHECKING:
     from iris.runtime.heap import Block, Heap
 
 _LOW = 0xFFFFFFFF
+_NUMBER, _LAUNCH = 0x7FFFFFFF, 1 << 32  # of a call; a launch, not a meeting
 _SPINS = 400  # yields before the first sleep: about 100 us on an idle core
 _CHECK_SECONDS = 0.01
 
@@ -72,6 +86,9 @@ class Group:
         self._slots[self.index] = self._slot
         self._said = ["", ""]
         self._staging: Staging | None = None
+        self._launches = 0
+        self._peers: list[memoryview] = []  # the members' calls
+        self._texts: dict[int, str] = {}
         self.kept: dict[Hashable, Any] = {}  # what callers build once for this group
 
     def __repr__(self) -> str:
@@ -93,6 +110,7 @@ class Group:
         word = (tag & _LOW) << 32 | (epoch & _LOW)
         fence()
         self._slot.words[parity] = word
+        self._write_call(tag, what)
         agreed = True
         for index, slot in enumerate(self._slots):
             if slot is None or slot.words[parity] != word:
@@ -102,6 +120,25 @@ class Group:
         if not agreed:
             raise self._mismatch(parity, word)
         return epoch
+
+    def know(self, text: str) -> int:
+        """Return the 32-bit signature of a program to ``launch``; members know its text too."""
+        signature = zlib.crc32(text.encode())
+        self._texts[signature] = text
+        return signature
+
+    def launch(self, signature: int) -> None:
+        """Note that this rank starts a program of all members, which meet on their devices.
+
+        Raises ``CollectiveMismatchError`` where a member came to this call with another one.
+        """
+        self._launches += 1
+        number = (self.epoch + self._launches) & _NUMBER
+        place, word = number % CALLS, number << 33 | _LAUNCH | signature
+        self._slot.calls[place] = word
+        for calls in self._peers or self._find_peers():
+            if calls[place] != word and calls[place] >> 33 == number:
+                raise self._quarrel(number)
 
     def exchange(self, what: str, payload: bytes) -> list[bytes]:
         """Return every member's payload, in group order. Payloads may differ in length."""
@@ -138,8 +175,39 @@ class Group:
 
     def renew(self) -> None:
         """Start again at epoch 0, when no member is in any wait (see ``RankPool``)."""
-        self.epoch = 0
+        self.epoch = self._launches = 0
         self._said = ["", ""]
+
+    def _write_call(self, signature: int, text: str) -> None:
+        """Note that this rank comes to a meeting."""
+        number = (self.epoch + 1 + self._launches) & _NUMBER
+        self._texts[signature & _LOW] = text
+        self._slot.calls[number % CALLS] = number << 33 | (signature & _LOW)
+
+    def _find_peers(self) -> list[memoryview]:
+        found = [self.board.pages[rank].find(self.key) for rank in self.ranks]
+        peers = [slot.calls for slot in found if slot is not None]
+        if len(peers) == self.size:
+            self._peers = peers
+        return peers
+
+    def _quarrel(self, number: int) -> CollectiveMismatchError:
+        """Tell all ranks that members are in different calls under one number."""
+        slots = [self.board.pages[rank].find(self.key) for rank in self.ranks]
+        calls = [self._call_text(slot, number) for slot in slots]
+        lines = [f"  rank {rank}: {call}" for rank, call in zip(self.ranks, calls, strict=True)]
+        text = _DIFFERENT + "\n" + "\n".join(lines)
+        if self.board.alarm is not None:
+            self.board.alarm(text)
+        return CollectiveMismatchError(text, help=TRACE_FIRST)
+
+    def _call_text(self, slot: Slot | None, number: int) -> str:
+        word = 0 if slot is None else slot.calls[number % CALLS]
+        if slot is None or word >> 33 != number:
+            return "not there yet"
+        signature = word & _LOW
+        meetings = [slot.read_what(p) for p in (0, 1) if slot.words[p] >> 32 == signature]
+        return self._texts.get(signature) or "".join(meetings[:1]) or "another call"
 
     def _wait(self, index: int, parity: int, word: int, what: str) -> bool:
         """Wait for one member to publish this epoch. Return whether its tag is the same."""
@@ -173,6 +241,9 @@ class Group:
             for index, rank in enumerate(self.ranks)
             if (self._seen(index, parity) ^ word) & _LOW
         ]
+        number = (self.epoch + 1 + self._launches) & _NUMBER
+        if any(calls[number % CALLS] >> 32 == number << 1 | 1 for calls in self._find_peers()):
+            raise self._quarrel(number)
         reasons = [text for rank in missing if (text := troubles[rank]) is not None]
         me = self.board.rank
         if reasons:
@@ -191,10 +262,11 @@ class Group:
             calls.append(slot.read_what(parity))
         lines = [f"  rank {rank}: {call}" for rank, call in zip(self.ranks, calls, strict=True)]
         return CollectiveMismatchError(
-            "ranks of one group are in different calls\n" + "\n".join(lines),
-            help="every rank of a group must make the same calls, with the same shapes and dtypes",
-            calls=calls,
+            _DIFFERENT + "\n" + "\n".join(lines), help=SAME_CALLS, calls=calls
         )
+
+
+_DIFFERENT = "ranks of one group are in different calls"
 
 
 def _names(ranks: Sequence[int]) -> str:

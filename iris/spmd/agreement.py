@@ -3,6 +3,7 @@ failure.
 """
 
 import itertools
+import zlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -10,11 +11,20 @@ from iris.errors import CollectiveMismatchError, SpecError, TraceError
 from iris.graph.nodes import Graph
 from iris.graph.ops import get_op
 from iris.graph.types import TensorType
+from iris.runtime.context import current
 from iris.runtime.groups import Group
 from iris.spmd.mesh import ProgramMesh
 from iris.spmd.specs import Leaf
 
 T = TypeVar("T")
+
+
+def group_of(mesh: ProgramMesh | None) -> Group | None:
+    """The group of all ranks of a program; None where there is nobody to agree with."""
+    if mesh is not None and mesh.abstract:
+        return None
+    ctx = current()
+    return ctx.world if mesh is None else ctx.group(mesh.ranks)
 
 
 def shared_text(graph: Graph, alike: bool = True) -> str:
@@ -31,6 +41,15 @@ def shared_text(graph: Graph, alike: bool = True) -> str:
     return "\n".join([*lines, f"return {len(graph.outputs)} values"])
 
 
+def title(name: str, graph: Graph, paths: Sequence[str], types: Sequence[TensorType]) -> str:
+    """A program's name, a number made of what ranks agreed on, and its arguments' types (empty
+    where those need not agree).
+    """
+    identity = "\n".join([shared_text(graph, bool(types)), *map(str, types)])
+    arguments = ", ".join(f"{path}: {type_}" for path, type_ in zip(paths, types, strict=False))
+    return f"program {name} {zlib.crc32(identity.encode()):08x} of ({arguments})"
+
+
 def one_rank_retraces(error: CollectiveMismatchError, name: str) -> bool:
     """Whether ranks met at the start of one call of program ``name``, not all in the same program.
 
@@ -38,6 +57,8 @@ def one_rank_retraces(error: CollectiveMismatchError, name: str) -> bool:
     A rank's shard does not tell the global size: of 8 and of 7 rows over 4 ranks the first three
     hold 2. So some ranks may find a program of another size while others find none, or another.
     They notice where they first meet, before anything was written; then all compare shapes again.
+    A program of kernels meets nobody on the host: once a function has been traced for two sizes
+    that some rank cannot tell apart, its calls meet first. Until then there is NOTE [Calls].
     """
     mine = f" in program {name} "
     return bool(error.calls) and all(

@@ -18,7 +18,7 @@ from iris.lower.cost import ANY, Profile, profile_of
 from iris.lower.dtypes import dtype_name
 from iris.runtime.context import current
 from iris.runtime.groups import Group
-from iris.spmd.agreement import agree_on_graph, agreed, one_rank_retraces, resolve_types
+from iris.spmd.agreement import agree_on_graph, agreed, group_of, one_rank_retraces, resolve_types
 from iris.spmd.arguments import Arguments, graph_names
 from iris.spmd.binding import Bases, from_bases, overlapping, with_bases
 from iris.spmd.context import TraceContext
@@ -48,11 +48,12 @@ class Compiler:
         self.types: list[TensorType] | None = None  # of the leaves; None while there is no mesh
         self.held_types: dict[int, Value] = {}  # by the tensor's id
         self.bases: Bases = ()
+        self.doubtful = False  # some rank's arguments fit programs of several sizes
 
     def run(self) -> Program:
         """Check specs, trace, import, run the passes, and agree with the other ranks."""
         mesh = self.arguments.mesh()
-        group, held = _group(mesh), self.arguments.held
+        group, held = group_of(mesh), self.arguments.held
         self.leaves = self._agreed_leaves(mesh, group)
         types = None
         if mesh is not None:
@@ -63,7 +64,7 @@ class Compiler:
             self.types = list(types[: len(self.leaves)])
         program = agreed(group, f"trace of {self.name}", lambda: self._program(mesh))
         chosen = [choice.algorithm for choice in program.choices.values()]
-        everyone = group or _group(program.mesh)
+        everyone = group or group_of(program.mesh)
         agree_on_graph(program.graph, chosen, everyone, self.options.alike)
         program.signature = types
         return program
@@ -83,8 +84,12 @@ class Compiler:
         if group is None or group.size == 1:
             return None
         found = next((p for p in self.variants if p.signature == types), None)
-        answers = group.exchange_object(f"programs of {self.name}", found is not None)
-        return found if all(answers) else None
+        others = any(p.signature != types for p in self.variants)
+        answers: Any = group.exchange_object(
+            f"programs of {self.name}", (found is not None, others)
+        )
+        self.doubtful = any(other for _, other in answers)
+        return found if all(known for known, _ in answers) else None
 
     def _types(
         self, leaves: Sequence[Leaf], mesh: ProgramMesh, group: Group | None = None
@@ -232,11 +237,3 @@ def _profile(mesh: ProgramMesh) -> Profile | None:
         return None
     profile = profile_of(torch.cuda.get_device_name(ctx.device))
     return profile.shared(ctx.ranks_on_device, ctx.get_usable_units())
-
-
-def _group(mesh: ProgramMesh | None) -> Group | None:
-    """The group of all ranks of a program; None where there is nobody to agree with."""
-    if mesh is not None and mesh.abstract:
-        return None
-    ctx = current()
-    return ctx.world if mesh is None else ctx.group(mesh.ranks)

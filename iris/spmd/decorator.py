@@ -51,6 +51,7 @@ class _State:
         default_factory=dict
     )  # by key: NOTE [Same shard]
     signatures: dict[tuple[object, ...], None] = field(default_factory=dict)
+    doubtful: bool = False  # some rank cannot tell two of its sizes apart
     misses: Misses = field(default_factory=Misses)
     hits: "list[Hit]" = field(default_factory=list)  # the newest first
 
@@ -128,10 +129,13 @@ class SpmdFunction:
         from iris.spmd.program import prepare  # brings in the tracer, which is slow to import
 
         key, program = found
+        if state.doubtful:
+            program.meet()
         prepare(program)
         result = program(bound.tensors)
-        hit = Hit(key, program, bound, state.accesses.values(), instance)
-        state.hits = [hit, *(old for old in state.hits if old.key != key)][:MOST_HITS]
+        state.hits = [hit for hit in state.hits if hit.key != key][: MOST_HITS - 1]
+        if not (state.doubtful and program.meets):
+            state.hits.insert(0, Hit(key, program, bound, state.accesses.values(), instance))
         return result
 
     def _nested(
@@ -169,18 +173,19 @@ class SpmdFunction:
             return mesh.trace_program(self, instance, args, kwargs)  # type: ignore[no-any-return]
         binder, state = self._bindings(instance)
         bound = binder.bind(args, kwargs)
-        _, program = self._find(instance, binder, bound, state)
+        _, program = self._find(instance, binder, bound, state, meet=True)
         from iris.spmd.program import prepare
         from iris.spmd.stages import Signature, Traced
 
         return Traced(program, Signature(binder, bound.key, prepare))
 
     def _find(
-        self, instance: Any, binder: Binder, bound: Bound, state: _State
+        self, instance: Any, binder: Binder, bound: Bound, state: _State, meet: bool = False
     ) -> "tuple[object, Program]":
+        """The program of a call. With ``meet`` ranks agree on it: see NOTE [Same shard]."""
         key = self._key(instance, bound, state)
         program = state.programs.get(key)
-        if program is None:
+        if program is None or (meet and program.sizes_differ):
             key, program = self._compile(instance, binder, bound, state)
         state.programs.move_to_end(key)
         return key, program
@@ -208,7 +213,11 @@ class SpmdFunction:
         variants = state.variants.setdefault(self._key(instance, bound, state), [])
         claimed = [leaf for leaf in held if leaf.spec is not None]
         arguments = Arguments(self._options, binder, bound, claimed)
-        program = Compiler(fn, arguments, watched, variants).run()
+        compiler = Compiler(fn, arguments, watched, variants)
+        program = compiler.run()
+        if compiler.doubtful and not state.doubtful:
+            state.doubtful = True
+            state.hits.clear()
         if program not in variants:
             variants.append(program)
         base = self._key(instance, bound, state, aliases=False)

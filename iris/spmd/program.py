@@ -1,5 +1,6 @@
 """A traced call, made ready to run, and run."""
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from iris.lower.program import Executable, build
 from iris.lower.replay import Runner
 from iris.lower.sites import Place
 from iris.runtime.context import current
+from iris.spmd.agreement import group_of, title
 from iris.spmd.binding import Bases, with_bases
 from iris.spmd.dump import Dump
 from iris.spmd.mesh import ProgramMesh
@@ -54,6 +56,29 @@ class Program:
         names = [value.name for value in self.graph.inputs]
         self._written = [names.index(target) for target, _ in self.graph.writes]
 
+    @property
+    def sizes_differ(self) -> bool:
+        """Whether arguments of another global size may look the same on this rank."""
+        return self.signature is not None and len(self.mesh.ranks) > 1 and not self.mesh.abstract
+
+    @property
+    def title(self) -> str:
+        """Which program it is: the same text on all ranks, and another for any other program."""
+        types = self.signature or tuple(value.type for value in self.graph.inputs)
+        types = types if self.options.alike else ()
+        return title(self.options.name, self.graph, [leaf.path for leaf in self.leaves], types)
+
+    @property
+    def meets(self) -> bool:
+        """Whether no meeting of its own comes before what must be the same on all ranks."""
+        return self.executable is None or bool(self.executable.fused)
+
+    def meet(self) -> None:
+        """Be sure that all ranks are to run this program: see NOTE [Same shard]."""
+        group = group_of(self.mesh)
+        if group is not None and group.size > 1 and self.meets:
+            group.sync(zlib.crc32(self.title.encode()), f"call #0 in {self.title}")
+
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """Run on this call's tensor leaves and put the result together."""
         assert self.runner is not None
@@ -88,7 +113,7 @@ def prepare(program: Program) -> None:
         options = program.options
         reuse = options.outputs == "reuse"
         program.runner = Runner(
-            program.executable, ctx, ctx.group(mesh.ranks), options.name, options.replay, reuse
+            program.executable, ctx, ctx.group(mesh.ranks), program.title, options.replay, reuse
         )
 
 

@@ -1,0 +1,134 @@
+"""Programs that meet no peer on the host: ranks in different calls are told so, all of them."""
+
+import re
+import time
+
+import pytest
+import torch
+
+import iris
+from iris import P
+from iris.testing import delay, small_integers
+
+pytestmark = pytest.mark.ranks
+
+HELP = (
+    "help: every rank of a group must make the same calls, with the same shapes and dtypes; "
+    "call f.trace(...) first with sizes that one rank's shard does not tell"
+)
+WITHIN = 10  # seconds, of the 20 after which a wait is given up
+
+
+def programs():
+    @iris.spmd(lowering="triton", name="f")
+    def f(x):
+        return iris.all_gather(x, "tp")
+
+    @iris.spmd(lowering="triton", name="g")
+    def g(x):
+        return iris.all_gather(2 * x, "tp")
+
+    return f, g
+
+
+def failure(call):
+    """What ``call`` raises, as text; it must come long before the time limit."""
+    started = time.monotonic()
+    with pytest.raises(iris.CollectiveMismatchError) as error:
+        call()
+    assert time.monotonic() - started < WITHIN
+    return str(error.value)
+
+
+def _different(case, late):
+    ctx = iris.iris(1 << 22)
+    rank = ctx.cur_rank
+    f, g = programs()
+    x, y, z = torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 3, dtype=torch.float64)
+    for seed in range(3):
+        x = small_integers((2, 3), rank, seed)
+        whole = torch.cat([small_integers((2, 3), r, seed) for r in range(ctx.num_ranks)])
+        assert torch.equal(f(x), whole)
+        assert torch.equal(g(x), 2 * whole)
+    if case in ("shape", "dtype"):
+        f(y), f(z)
+    calls = {
+        "program": (lambda: f(x), lambda: g(x)),
+        "shape": (lambda: f(x), lambda: f(y)),
+        "dtype": (lambda: f(x), lambda: f(z)),
+        "a rank raised and starts again": (lambda: g(x), lambda: f(x)),
+        "meeting": (ctx.barrier, lambda: f(x)),
+        "a new program": (lambda: f(x), lambda: f(torch.ones(5, 3))),
+    }
+    if case == "a rank raised and starts again":
+        f(x)
+    delay(late)
+    first = failure(calls[case][rank == 1])
+    assert first == failure(lambda: f(x))  # nothing runs any more
+    return first
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize(
+    ("case", "texts"),
+    [
+        ("program", ["program f of (x: f32[2, 3]~tp)", "program g of (x: f32[2, 3]~tp)"]),
+        ("shape", ["program f of (x: f32[2, 3]~tp)", "program f of (x: f32[4, 3]~tp)"]),
+        ("dtype", ["program f of (x: f32[2, 3]~tp)", "program f of (x: f64[2, 3]~tp)"]),
+        (
+            "a rank raised and starts again",
+            ["program g of (x: f32[2, 3]~tp)", "program f of (x: f32[2, 3]~tp)"],
+        ),
+        ("meeting", ["barrier of ranks (0, 1)", "program f of (x: f32[2, 3]~tp)"]),
+        ("a new program", ["program f of (x: f32[2, 3]~tp)", "arguments of f"]),
+    ],
+)
+def test_ranks_in_different_calls(ranks, case, texts, late):
+    lines = [f"  rank {rank}: {text}" for rank, text in enumerate(texts)]
+    expected = "\n".join(["ranks of one group are in different calls", *lines, HELP])
+    for found in ranks(2).run(_different, case, late):
+        assert re.sub(r"(program \w+) [0-9a-f]{8}", r"\1", found) == expected
+
+
+def _sizes(lowering, rows, trace_first):
+    ctx = iris.iris(1 << 22)
+    rank, world = ctx.cur_rank, ctx.num_ranks
+
+    @iris.spmd(in_specs=P("tp"), out_specs=P(), lowering=lowering)
+    def whole(x):
+        return iris.all_gather(x * 2, "tp")
+
+    def shard(x):
+        return x.tensor_split([2, 4, 6])[rank] if world == 4 else x
+
+    if trace_first:
+        for size in sorted(set(rows)):
+            whole.trace(shard(small_integers((size, 3))))
+    for seed, size in enumerate(rows):
+        x = small_integers((size, 3), seed=seed)
+        assert torch.equal(whole(shard(x)), 2 * x), size
+    return sum(len(found) for found in whole._state.variants.values())
+
+
+@pytest.mark.parametrize("lowering", ["torch", "triton"])
+def test_sizes_that_a_shard_does_not_tell_are_right_once_traced(ranks, lowering):
+    # Of 8 and of 7 rows the first three of four ranks hold two.
+    assert ranks(4).run(_sizes, lowering, [8, 7, 7, 8, 7], True) == [2, 2, 2, 2]
+
+
+def _untold():
+    ctx = iris.iris(1 << 22)
+
+    @iris.spmd(in_specs=P("tp"), out_specs=P(), lowering="triton")
+    def whole(x):
+        return iris.all_gather(x, "tp")
+
+    x = torch.ones(2, 3)
+    whole(x), whole(x), whole(x)
+    return failure(lambda: whole(x[: 2 - ctx.cur_rank]))
+
+
+def test_sizes_that_a_shard_does_not_tell_are_an_error_before(ranks):
+    for found in ranks(2).run(_untold):
+        assert "\n  rank 0: program whole " in found
+        assert found.endswith(f" of (x: f32[4/tp, 3])\n  rank 1: arguments of whole\n{HELP}")
