@@ -14,6 +14,7 @@ from typing import Any  # noqa: E402
 
 from iris.config import knobs as knobs  # noqa: E402
 from iris.errors import (  # noqa: E402
+    CheckError as CheckError,
     CollectiveMismatchError as CollectiveMismatchError,
     ConfigError as ConfigError,
     GraphError as GraphError,

@@ -143,7 +143,7 @@ check = Knob(
     _flag,
     lambda: False,
     "0 or 1",
-    "1 puts guard words behind every heap block and looks at them in barriers (slow).",
+    "1 looks for races, and for writes beside heap blocks (slow); see docs/checking.md.",
     in_cache_key=True,
 )
 copy_queue = Knob(

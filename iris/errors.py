@@ -58,6 +58,10 @@ class TimeoutError(IrisError, builtins.TimeoutError):
     """A bounded wait ran out: says who waited for whom, in what, for how long."""
 
 
+class CheckError(IrisError, RuntimeError):
+    """``IRIS_CHECK=1`` found a race, or a write beside a block. Raised on all ranks."""
+
+
 class PeerError(IrisError, RuntimeError):
     """A peer rank died, closed its context, or raised while this rank waited for it."""
 

@@ -21,6 +21,7 @@ from iris.device.target import (
     places,
     spread,
     together,
+    waited,
 )
 
 STATE = tl.constexpr(watch.STATE)
@@ -83,6 +84,7 @@ def wait(ptr, epoch, record, stage=0, peer=-1, mask=None):
         seen = load_acquire(ptr, mask)
     if (state == claim) & (was_clear != 0):  # claimed now, not by an earlier wait of this program
         _write(record, stage, peer, epoch, seen, mask)
+    waited(ptr, epoch, mask, state)
     if (before != 0) | (state != 0):
         _tell_host(record)
     together()

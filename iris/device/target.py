@@ -22,6 +22,10 @@ _POLL_NS = 1000  # how long a look takes, about, where the GPU offers no clock i
 _PAUSE_SECONDS = 2e-5
 _AMD_TICK_NS = 10
 
+# What follows waits in the interpreter: ``polling()`` is a context around their looks at flags,
+# ``waited(ptr, epoch, mask)`` comes after the last one. See `iris.check.programs`.
+observer: Any = None
+
 _LOAD_ACQUIRE = "ld.acquire.sys.global.b32 $0, [$1];"
 
 
@@ -146,7 +150,20 @@ def _interpreted_multiprocessor() -> Any:
 
 
 def _interpreted_load_acquire(ptr: Any, mask: Any) -> Any:
-    return tl.atomic_add(ptr, 0, mask=mask, sem="acquire", scope="sys")
+    if observer is None:
+        return tl.atomic_add(ptr, 0, mask=mask, sem="acquire", scope="sys")
+    with observer.polling():
+        return tl.atomic_add(ptr, 0, mask=mask, sem="acquire", scope="sys")
+
+
+@tl.core.extern
+def _compiled_waited(ptr: Any, epoch: Any, mask: Any, state: Any, _semantic: Any = None) -> Any:
+    return None
+
+
+def _interpreted_waited(ptr: Any, epoch: Any, mask: Any, state: Any) -> None:
+    if observer is not None and state == 0:  # else some rank's wait ran out
+        observer.waited(ptr, epoch, mask)
 
 
 # All threads of the program meet. Unlike `tl.debug_barrier`, it does not keep Triton from
@@ -163,6 +180,7 @@ clock = _interpreted_clock if INTERPRETED.value else _compiled_clock
 now = _interpreted_now if INTERPRETED.value else _compiled_now
 # The multiprocessor that the program is on; -1 where there is none, or none that can be told.
 multiprocessor = _interpreted_multiprocessor if INTERPRETED.value else _compiled_multiprocessor
+waited = _interpreted_waited if INTERPRETED.value else _compiled_waited
 load_acquire = _interpreted_load_acquire if INTERPRETED.value else _compiled_load_acquire
 
 

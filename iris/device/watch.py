@@ -65,6 +65,11 @@ class Watch:
         self._mark = torch.tensor([-1 - rank], pin_memory=record.is_cuda)
         self._stream = torch.cuda.Stream(record.device) if record.is_cuda else None
 
+    @property
+    def hidden(self) -> tuple[int, int]:
+        """Offsets of the record on every rank's heap: what races there is meant to."""
+        return self._block.offset, self._block.offset + self.record.nbytes
+
     @classmethod
     def create(cls, ctx: "Iris", timeout: float) -> "Watch":
         """Allocate and fill the record. Collective over the world; ``timeout`` is in seconds."""

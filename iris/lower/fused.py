@@ -23,6 +23,7 @@ from iris.lower.kernels.matmul_all_reduce import MatmulAllReduce
 from iris.lower.kernels.matmul_reduce_scatter import MatmulReduceScatter
 from iris.lower.stages import Match
 from iris.runtime.context import Iris
+from iris.runtime.guards import nans
 from iris.runtime.groups import Group
 
 Shape = tuple[int, ...]
@@ -59,6 +60,7 @@ class FusedCall:
     def __init__(self, match: Match, ctx: Iris, group: Group, values: Values) -> None:
         self.dry: int | Turns = 0
         self.device = ctx.device
+        self.empty: Callable[..., Tensor] = torch.empty if ctx.checks is None else nans
         self.weights = len(match.products)
         self.gathers = bool(match.gathered)
         self.shapes = [values.shape(name) for name in results_of(match)]
@@ -70,7 +72,7 @@ class FusedCall:
     def __call__(self, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         weights, operands = rest[: self.weights], rest[self.weights :]
         outs = [
-            torch.empty(shape, dtype=dtype, device=self.device)
+            self.empty(shape, dtype=dtype, device=self.device)
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         ]
         args: list[Any] = []

@@ -88,6 +88,8 @@ class Runner:
                 values = self._early(inputs) if self.on_gpu else self.executable.run(*inputs)
         if self.executable.fused:
             self.ctx.watch.check(synchronized=not self.on_gpu)
+        if self.ctx.checks is not None:
+            self.ctx.checks.look(self.group)
         return values
 
     def _early(self, inputs: Sequence[Tensor]) -> Sequence[Any]:

@@ -17,6 +17,7 @@ from iris.lower.collectives import Collective
 from iris.lower.dtypes import TORCH_DTYPES
 from iris.runtime.context import Iris
 from iris.runtime.groups import Group
+from iris.runtime.guards import nans
 
 
 @dataclass(frozen=True)
@@ -96,13 +97,14 @@ class Site:
 class KernelCollective:
     """A collective as one kernel launch; with ``dry`` set the kernel is loaded and does nothing."""
 
-    def __init__(self, stage: Any, shape: Sequence[int], dtype: Any, device: torch.device) -> None:
-        self.stage, self.shape, self.dtype, self.device = stage, shape, dtype, device
+    def __init__(self, stage: Any, shape: Sequence[int], dtype: Any, ctx: Iris) -> None:
+        self.stage, self.shape, self.dtype, self.device = stage, shape, dtype, ctx.device
+        self.empty: Callable[..., Tensor] = torch.empty if ctx.checks is None else nans
         self.dry = 0
         self.workspace: int = stage.workspace.block.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        out = self.empty(self.shape, dtype=self.dtype, device=self.device)
         self.stage(x, out=out, dry=self.dry)
         return out
 
@@ -118,7 +120,7 @@ def _make(site: Site, name: str, *args: Any) -> Collective:
             pass
         else:
             shape = site.node.out.type.local_shape(site.graph.mesh, site.place.coord)
-            return KernelCollective(stage, shape, site.dtype, site.place.ctx.device)
+            return KernelCollective(stage, shape, site.dtype, site.place.ctx)
     made: Collective = getattr(collectives, f"make_{name}")(site.group, *args, site.what)
     return made
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from iris.errors import IrisError, PeerError
 from iris.runtime.segments import Address, Segment
@@ -156,6 +157,13 @@ class Contact:
     address: Address
 
 
+class Observer(Protocol):
+    """What follows the meetings of groups (`iris.check.recorder`)."""
+
+    def arrive(self, group: int, epoch: int) -> None: ...
+    def depart(self, group: int, epoch: int, size: int) -> None: ...
+
+
 class Board:
     """All ranks' pages as this rank sees them, and whether the processes behind them still live."""
 
@@ -165,6 +173,7 @@ class Board:
         self.pid = os.getpid()
         self.pages: dict[int, Page] = {rank: page}
         self.alarm: Callable[[str], None] | None = None  # ends the kernels of all ranks
+        self.observer: Observer | None = None  # of the meetings of all groups
         self.contact = Contact(rank, self.pid, start_time(self.pid), page.segment.address)
         self._contacts: dict[int, Contact] = {rank: self.contact}
 

@@ -18,6 +18,7 @@ from iris.errors import ConfigError, IrisError
 from iris.logging import RankLogging
 from iris.runtime.board import CLOSED, FAILED, Board, Page
 from iris.runtime.broadcast import broadcast
+from iris.runtime.checks import Checks
 from iris.runtime.contacts import meet
 from iris.runtime.copy_engine import CopyEngine
 from iris.runtime.copy_proxy import Engine
@@ -108,6 +109,7 @@ class Iris(Creation, CopyEngine, RankLogging):
         self._barriers: dict[int, DeviceBarrier] = {}
         self._watchdog: Watchdog | None = None
         self._engine: Engine | None = None
+        self.checks: Checks | None = None  # under IRIS_CHECK=1
         self._closed = False
 
     @classmethod
@@ -142,6 +144,8 @@ class Iris(Creation, CopyEngine, RankLogging):
         if engines:
             options += f", engines={engines!r}"
         what = f"iris.iris({options}) on {placement.device.type}"
+        if config.check():
+            what += ", IRIS_CHECK=1"
         world.sync(zlib.crc32(what.encode()), what)
         board.page.segment.seal()
         gpus = len({uuid for uuid in uuids if uuid != "cpu"})
@@ -157,6 +161,9 @@ class Iris(Creation, CopyEngine, RankLogging):
             _load_barrier(self)
         if engines:
             self._engine = Engine(self)
+        if config.check():
+            self.checks = Checks.create(world, heap, self.watch)
+            self.checks.start()
         self._become_current()
         if self.cur_rank == 0 and 0 < gpus < self.num_ranks:
             self.info(f"simulation: {self.num_ranks} ranks run on {gpus} GPU{'s' * (gpus > 1)}")
@@ -194,9 +201,18 @@ class Iris(Creation, CopyEngine, RankLogging):
             self.watch.check(synchronized=True)
         if self._engine is not None and stream is None:
             self._engine.settle()
-        self.heap.check_guards()
         members = self.group(group)
         members.sync(_BARRIER, f"barrier of ranks {members.ranks}")
+        if self.checks is not None:
+            self.checks.look(members, ordered=True)
+
+    def check(self) -> None:
+        """With ``IRIS_CHECK=1``, look for writes beside blocks and, on CPU ranks, for races.
+
+        Collective over the world. Raises ``CheckError`` on all ranks; see docs/checking.md.
+        """
+        if self.checks is not None:
+            self.checks.look(self.world)
 
     def broadcast(
         self, value: Any, src: int = 0, *, group: Ranks = None, as_tensor: bool = False
@@ -350,6 +366,8 @@ class Iris(Creation, CopyEngine, RankLogging):
         self._closed = True
         if _current is self:
             _current = None
+        if self.checks is not None:
+            self.checks.stop()
         if self._watchdog is not None:
             self._watchdog.stop()
         if self.device.type == "cpu":

@@ -108,6 +108,9 @@ class Group:
             self._slot.write_what(parity, what)
             self._said[parity] = what
         word = (tag & _LOW) << 32 | (epoch & _LOW)
+        observer = self.board.observer
+        if observer is not None:
+            observer.arrive(self.key, epoch)
         fence()
         self._slot.words[parity] = word
         self._write_call(tag, what)
@@ -117,6 +120,8 @@ class Group:
                 agreed &= self._wait(index, parity, word, what)
         fence()
         self.epoch = epoch
+        if observer is not None:
+            observer.depart(self.key, epoch, self.size)
         if not agreed:
             raise self._mismatch(parity, word)
         return epoch

@@ -12,25 +12,26 @@ import pickle
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from iris import config
-from iris.errors import CollectiveMismatchError, HeapExhaustedError, IrisError
+from iris.errors import CheckError, CollectiveMismatchError, HeapExhaustedError, IrisError
 from iris.logging import logger
 from iris.runtime.arena import Arena
 from iris.runtime.callsite import user_line
 from iris.runtime.groups import Group
+from iris.runtime.guards import GUARD_BYTES, Guards
 from iris.runtime.slabs import Slab
 
 ALIGN = 256
 _INTERNAL_BYTES = 4 << 20
 _PAGE = 4096
-_GUARD = 0xA5
 _HOLDERS_SHOWN = 5
+STRAY_STORE = "look for a store without a mask, or a workspace made for a smaller shape"
 
 Key = tuple[int, int]  # (group key, number of the block in the group)
 
@@ -40,12 +41,14 @@ class _Request:
     """What each member says when it allocates: what it wants, and what it has to report."""
 
     nbytes: int
-    taken: int  # with padding and guard
+    taken: int  # with padding and guards
     align: int
     internal: bool
     line: str
+    lead: int = 0  # bytes of guard in front
     drops: tuple[Key, ...] = ()
     high_top: int = 0
+    faults: tuple[str, ...] = ()  # what its guards found
 
     @property
     def wish(self) -> tuple[int, int, int, bool]:
@@ -63,6 +66,18 @@ class _Record:
     peers: tuple[int, ...]
     owner: Callable[[], object | None]
     dropped_by: set[int] = field(default_factory=set)
+
+    @property
+    def nbytes(self) -> int:
+        return self.request.nbytes
+
+    @property
+    def lead(self) -> int:
+        return self.request.lead
+
+    @property
+    def line(self) -> str:
+        return self.request.line
 
 
 class Block:
@@ -111,7 +126,7 @@ class Heap:
         self._by_address: dict[int, _Record] = {}
         self._made: dict[int, int] = {}
         self._dropped: deque[Key] = deque()
-        self._guarded = config.check()
+        self._guards = Guards(world.index, self._view) if config.check() else None
         self._closed = False
 
     def allocate(
@@ -125,9 +140,10 @@ class Heap:
         """
         group = group or self._world
         self._check_usable()
-        self.check_guards()
-        taken = _round_up(max(1, nbytes) + (ALIGN if self._guarded else 0), ALIGN)
-        request = _Request(nbytes, taken, max(align, ALIGN), internal, user_line())
+        align = max(align, ALIGN)
+        lead, guards = (align, align + GUARD_BYTES) if self._guards is not None else (0, 0)
+        taken = _round_up(max(1, nbytes) + guards, ALIGN)
+        request = _Request(nbytes, taken, align, internal, user_line(), lead)
         places: Sequence[int | None] = ()
         for attempt in range(2):
             if attempt:
@@ -173,23 +189,23 @@ class Heap:
         peer = torch.empty(0, dtype=tensor.dtype, device=self.device)
         return peer.set_(storage, at // tensor.itemsize, tensor.size(), tensor.stride())
 
-    def check_guards(self) -> None:
-        """With ``IRIS_CHECK=1``, raise ``IrisError`` where a write passed the end of a block."""
-        if not self._guarded:
-            return
+    def faults(self) -> list[str]:
+        """With ``IRIS_CHECK=1``, say beside which blocks of this rank something was written."""
+        if self._guards is None:
+            return []
+        return self._guards.faults(self._records.values())
+
+    def holder(self, offset: int) -> str:
+        """Say which allocation of this rank has the byte at ``offset``."""
         for record in self._records.values():
-            owner = record.owner()
-            request = record.request
-            if owner is None:
-                continue
-            changed = (self._slab.tensor(owner)[request.nbytes :] != _GUARD).nonzero()
-            if changed.numel():
-                raise IrisError(
-                    f"the heap of rank {self._world.index} was written past the end of a block: "
-                    f"{request.nbytes} bytes allocated at {request.line}, "
-                    f"byte {request.nbytes + int(changed[0])} is not as it was",
-                    help="look for a store without a mask, or a workspace made for a smaller shape",
-                )
+            if 0 <= offset - record.offset < max(1, record.nbytes):
+                start = offset - record.offset
+                return f"byte {start} of {record.nbytes} bytes allocated at {record.line}"
+        return f"offset {offset:#x}, which no allocation has"
+
+    def _view(self, offset: int, nbytes: int) -> Tensor:
+        owner = self._slab.owner(self._world.index, offset, max(1, nbytes))
+        return self._slab.tensor(owner)[:nbytes]
 
     def close(self) -> None:
         """Allocate no more, and let go of the slab; tensors of this rank stay usable."""
@@ -214,12 +230,15 @@ class Heap:
         if drops and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # kernels in flight may still use what was dropped
         top = self._arenas[request.internal].high.top
-        own = _Request(*request.wish, request.line, drops, top)
+        own = replace(request, drops=drops, high_top=top, faults=tuple(self.faults()))
         try:
             answers = cast(list[_Request], group.exchange_object("allocate on the heap", own))
         except Exception:
             self._dropped.extendleft(reversed(drops))
             raise
+        faults = [fault for answer in answers for fault in answer.faults]
+        if faults:
+            raise CheckError("\n".join(faults), help=STRAY_STORE)
         self._free(group, answers)
         if any(answer.wish != request.wish for answer in answers):
             lines = [
@@ -255,7 +274,8 @@ class Heap:
         del self._records[key]
         self._by_address.pop(self._base + record.offset, None)
         low = record.ranks == self._world.ranks
-        self._arenas[internal].release(record.offset - self._starts[internal], taken, low)
+        place = record.offset - record.lead - self._starts[internal]
+        self._arenas[internal].release(place, taken, low)
 
     def _place(self, group: Group, request: _Request, highest: int) -> int | None:
         arena = self._arenas[request.internal]
@@ -270,19 +290,20 @@ class Heap:
         return [pickle.loads(p) for p in group.exchange("place on the heap", pickle.dumps(place))]
 
     def _commit(self, group: Group, request: _Request, places: Sequence[int]) -> Block:
-        offsets = [self._starts[request.internal] + place for place in places]
-        self._slab.commit(group, offsets, request.taken)
+        starts = [self._starts[request.internal] + place for place in places]
+        self._slab.commit(group, starts, request.taken)
+        offsets = [start + request.lead for start in starts]
         place, offset = places[group.index], offsets[group.index]
         self._arenas[request.internal].take(place, request.taken, group is self._world)
         number = self._made[group.key] = self._made.get(group.key, 0) + 1
         key = (group.key, number)
-        owner = self._slab.owner(self._world.index, offset, request.taken)
+        owner = self._slab.owner(self._world.index, offset, request.taken - request.lead)
         weakref.finalize(owner, self._dropped.append, key).atexit = False
         peers = tuple(self.bases[rank] + o for rank, o in zip(group.ranks, offsets, strict=True))
         record = _Record(request, group.ranks, offset, peers, weakref.ref(owner))
         self._records[key] = self._by_address[self._base + offset] = record
-        if self._guarded:
-            self._slab.tensor(owner)[request.nbytes :] = _GUARD
+        if self._guards is not None:
+            self._guards.put(record)
         if "heap" in config.log():
             where = f"{offset:#x} for ranks {group.ranks}, {request.line}"
             logger().debug("heap: %d bytes at %s", request.nbytes, where)
