@@ -23,8 +23,8 @@ from iris.lower.kernels.matmul_all_reduce import MatmulAllReduce
 from iris.lower.kernels.matmul_reduce_scatter import MatmulReduceScatter
 from iris.lower.stages import Match
 from iris.runtime.context import Iris
-from iris.runtime.guards import nans
 from iris.runtime.groups import Group
+from iris.runtime.guards import nans
 
 Shape = tuple[int, ...]
 
