@@ -12,9 +12,7 @@ flag first reached it, not what a fast peer has published since. So what is foun
 does not depend on how long any rank took. It does depend on which program took which item of work.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from heapq import merge
 from operator import itemgetter
 from typing import NamedTuple
@@ -103,11 +101,9 @@ class Race(NamedTuple):
         )
 
 
-@dataclass
-class _Word:
-    """A word that atomics change: for each value, what had happened before, by who may see it."""
-
-    history: list[tuple[int, dict[int | None, Clock]]] = field(default_factory=list)
+# What a word has held: each value, and what had happened before, by who may see that (a rank, or
+# None for all of them).
+History = list[tuple[int, dict[int | None, Clock]]]
 
 
 class Detector:
@@ -123,7 +119,8 @@ class Detector:
         self._now = 0
         self._tasks = self._world
         self._clocks: dict[int, Clock] = {}
-        self._words: dict[tuple[int, int, int], _Word] = defaultdict(_Word)
+        # By owner, rank (of local memory) and chunk; then by the word's place in the chunk.
+        self._words: dict[tuple[int, int, int], dict[int, History]] = {}
         self._chunks: dict[tuple[int, int], dict[tuple[str, int], np.ndarray]] = {}
         self._sides: dict[int, Side] = {}
         self._meetings: dict[tuple[int, int], tuple[Clock, int]] = {}
@@ -140,6 +137,8 @@ class Detector:
 
     def _take(self, rank: int, entry: Entry) -> Iterator[Race]:
         if isinstance(entry, Access):
+            if entry.kind == WRITE:
+                self._overwrite(rank, entry)
             yield from self._access(rank, entry)
         elif isinstance(entry, Atomic | Wait):
             kind = LOOK if isinstance(entry, Wait) else ATOMIC if entry.system else ATOMIC_HERE
@@ -184,8 +183,8 @@ class Detector:
         for slot in range(1, 1 + self._launches.pop(rank).programs):
             self._learn(host, self._clock(self._task(rank, slot)))
         # Nothing that this launch did to local memory can meet a later access.
-        for word in [key for key in self._words if key[0] == LOCAL and key[2] == rank]:
-            del self._words[word]
+        for words in [key for key in self._words if key[:2] == (LOCAL, rank)]:
+            del self._words[words]
         if rank == self._rank:
             for chunk in [key for key in self._chunks if key[0] == LOCAL]:
                 del self._chunks[chunk]
@@ -207,9 +206,9 @@ class Detector:
 
     def _atomic(self, rank: int, entry: Atomic) -> None:
         task = self._task(rank, entry.slot)
-        # Each rank has its own local memory.
-        word = self._words[entry.owner, entry.offset, rank if entry.owner == LOCAL else 0]
-        seen = word.history[-1][1] if word.history else {}
+        words, at = self._place(rank, entry)
+        history = words.get(at, [])
+        seen = history[-1][1] if history else {}
         if entry.acquires:
             for viewer in (rank, None) if entry.system else (rank,):
                 if viewer in seen:
@@ -221,12 +220,27 @@ class Detector:
                 old = seen.get(viewer, mine)
                 np.maximum(mine[: len(old)], old, out=mine[: len(old)])
                 seen[viewer] = mine
-        word.history = [*word.history[-_KEPT:], (entry.value, seen)]
+        words[at] = [*history[-_KEPT:], (entry.value, seen)]
+
+    def _place(self, rank: int, entry: Atomic | Wait) -> tuple[dict[int, History], int]:
+        """The words of a chunk, and the place of one of them."""
+        chunk, at = divmod(entry.offset, _CHUNK)
+        return self._words.setdefault((*_space(rank, entry.owner), chunk), {}), at
+
+    def _overwrite(self, rank: int, entry: Access) -> None:
+        """What a plain store replaces is no release any more."""
+        for chunk, index in _by_chunk(entry.starts, entry.stops):
+            words = self._words.get((*_space(rank, entry.owner), chunk), {})
+            if words:
+                gone = np.zeros(_CHUNK, bool)
+                gone[index] = True
+                for at in [at for at in words if gone[at]]:
+                    del words[at]
 
     def _wait(self, rank: int, entry: Wait) -> None:
         """See NOTE [What is proved]."""
-        word = self._words[entry.owner, entry.offset, rank if entry.owner == LOCAL else 0]
-        for value, seen in word.history:
+        words, at = self._place(rank, entry)
+        for value, seen in words.get(at, ()):
             if (value - entry.epoch) & 0xFFFFFFFF < 1 << 31:
                 for viewer in (rank, None):
                     if viewer in seen:
@@ -266,8 +280,9 @@ class Detector:
     ) -> Race:
         bytes_ = np.arange(_CHUNK)[index][late] + chunk * _CHUNK
         sides = [self._sides[int(before[late][0])], side]
-        if all(one.launch for one in sides):  # what was meant to come first
-            sides.sort(key=lambda one: (one.number, one.kind not in _CHANGES))
+        both = all(one.launch for one in sides)
+        # What was meant to come first: of one launch, or where that is not known, the change.
+        sides.sort(key=lambda one: (both and one.number, one.kind not in _CHANGES))
         return Race(owner, int(bytes_[0]), int(bytes_[-1]) + 1, *sides)
 
 
@@ -277,6 +292,11 @@ def _ticketed(rank: int, log: Sequence[Entry]) -> Iterator[tuple[int, int, Entry
     for entry in log:
         ticket = getattr(entry, "ticket", 0) or ticket
         yield ticket, rank, entry
+
+
+def _space(rank: int, owner: int) -> tuple[int, int]:
+    """A memory: each rank has its own local one."""
+    return owner, rank if owner == LOCAL else 0
 
 
 def _conflict(kind: str, other: str, same_rank: bool) -> bool:

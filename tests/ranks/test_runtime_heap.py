@@ -1,13 +1,16 @@
 """The symmetric heap: symmetry, reuse, exhaustion, guards."""
 
+import ctypes
 import gc
+import os
 import random
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from iris.errors import CollectiveMismatchError, HeapExhaustedError, IrisError, LaunchError
+from iris.errors import CheckError, CollectiveMismatchError, HeapExhaustedError, IrisError
 from iris.runtime.arena import Arena
 from iris.runtime.context import iris
 
@@ -234,28 +237,37 @@ def test_what_is_on_the_heap(ranks):
     assert ranks(2).run(_foreign_and_empty) == [([True] * 4, [False] * 3)] * 2
 
 
-def _overrun():
+def _stray(place, then):
+    """Rank 1 writes beside a block of 100 bytes; then all do something that looks at guards."""
+    os.environ["IRIS_CHECK"] = "1"
     ctx = iris(1 << 20)
+    del os.environ["IRIS_CHECK"]
     x = ctx.zeros(100, dtype=torch.uint8)
+    assert ctx.empty(3).isnan().all()  # memory without a value is NaN
     ctx.barrier()
-    wild = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage(), 0, (101,), (1,))
     if ctx.cur_rank == 1:
-        wild[100] = 7
-    ctx.barrier()
+        ctypes.memset(x.data_ptr() + place, 7, 1)
+    with pytest.raises(CheckError) as caught:
+        {"barrier": ctx.barrier, "allocation": lambda: ctx.zeros(5), "check": ctx.check}[then]()
+    return str(caught.value)
 
 
-def test_guard_words_find_an_overrun():
-    from iris.runtime.launch import launch
-
-    with pytest.raises(LaunchError) as caught:
-        launch(_overrun, 2, timeout=30, env={"IRIS_CHECK": "1"})
-    assert isinstance(caught.value.__cause__, IrisError)
-    text = str(caught.value.__cause__)
-    assert text.startswith(
-        "the heap of rank 1 was written past the end of a block: "
-        "100 bytes allocated at test_runtime_heap.py:"
+@pytest.mark.parametrize(
+    ("place", "then", "side"),
+    [
+        (100, "barrier", "past the end"),
+        (-3, "allocation", "before the start"),
+        (130, "check", "past the end"),
+    ],
+)
+def test_guard_words_find_a_stray_store_on_all_ranks(ranks, place, then, side):
+    first, second = ranks(2).run(_stray, place, then)
+    assert first == second
+    assert re.sub(r"py:\d+", "py:7", first) == (
+        f"the heap of rank 1 was written {side} of a block: 100 bytes allocated at "
+        f"test_runtime_heap.py:7, byte {place} is not as it was\n"
+        "help: look for a store without a mask, or a workspace made for a smaller shape"
     )
-    assert "byte 100 is not as it was" in text
 
 
 def _tensors_outlive_the_context():
