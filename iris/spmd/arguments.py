@@ -5,15 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from iris.errors import SpecError
 from iris.graph.types import Mesh
 from iris.runtime.context import current
-from iris.spmd.binding import Binder, Bound
+from iris.spmd.binding import Binder, Bound, is_dtensor, local_part
 from iris.spmd.mesh import ProgramMesh
 from iris.spmd.options import Options
-from iris.spmd.specs import Leaf, axes_in, match, offences
+from iris.spmd.specs import Leaf, axes_in, from_placements, match, offences
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,20 @@ class Arguments:
         return self.options.name
 
     def mesh(self) -> ProgramMesh | None:
-        """Where the program runs, as far as options and specs say."""
+        """Where the program runs, as far as options, DTensors and specs say."""
         options = self.options
         if options.mesh is not None:
             return ProgramMesh.of(options.mesh)
+        placed = {
+            leaf.device_mesh for leaf in pytree.tree_leaves(self.bound.values) if is_dtensor(leaf)
+        }
+        if len(placed) > 1:
+            raise SpecError(
+                f"{self.name}: DTensors on {len(placed)} meshes",
+                help="place them on one mesh",
+            )
+        if placed:
+            return ProgramMesh.of(placed.pop())
         claims = [leaf.spec for leaf in self.held]
         names = axes_in((options.in_specs, options.out_specs, claims))
         if len(names) > 1:
@@ -45,27 +56,49 @@ class Arguments:
 
     def leaves(self, mesh: ProgramMesh | None) -> list[Leaf]:
         """Every leaf of the arguments with its spec; SpecError that lists all offenders."""
-        values = dict(zip(self.binder.names, self.bound.values, strict=True))
-        specs, leaves = self._specs_by_name(), []
+        leaves: list[Leaf] = []
         shape = mesh.shape if mesh else Mesh(())
-        for name, value in values.items():
-            if name in self.binder.static:
-                continue
-            try:
-                leaves += match(specs.get(name), value, shape, name)
-            except SpecError as error:
-                raise SpecError(f"{self.name}: {error.message}", help=error.help) from None
-        wrong = offences([*leaves, *self.held], shape)
-        if wrong:
-            noun = "spec does" if len(wrong) == 1 else "specs do"
-            raise SpecError(
-                f"{self.name}: {len(wrong)} {noun} not fit the arguments\n  " + "\n  ".join(wrong),
-                help="a P has at most one entry a dim; non-tensors take None",
-            )
+        try:
+            specs = self._specs_by_name()
+            for name, value in zip(self.binder.names, self.bound.values, strict=True):
+                if name not in self.binder.static:
+                    leaves += match(specs.get(name), value, shape, name)
+            if wrong := offences([*leaves, *self.held], shape):
+                noun = "spec does" if len(wrong) == 1 else "specs do"
+                raise SpecError(
+                    f"{len(wrong)} {noun} not fit the arguments\n  " + "\n  ".join(wrong),
+                    help="a P has at most one entry a dim; non-tensors take None",
+                )
+            leaves = self._localised(leaves, mesh) if mesh else leaves
+        except SpecError as error:
+            raise SpecError(f"{self.name}: {error.message}", help=error.help) from None
         tensors = [leaf for leaf in leaves if isinstance(leaf.value, Tensor)]
         if mesh is None or not mesh.abstract:
             self._check_devices(tensors)
         return tensors
+
+    def _localised(self, leaves: Sequence[Leaf], mesh: ProgramMesh) -> list[Leaf]:
+        """``leaves`` with each DTensor's local part, and the spec that its placements mean."""
+        wrong, found = [], []
+        for leaf in leaves:
+            if is_dtensor(leaf.value):
+                sizes, ranks = ProgramMesh.places(leaf.value.device_mesh)
+                if (sizes, ranks) != (mesh.sizes, mesh.ranks):
+                    there = f"{list(mesh.ranks)} as {mesh.shape}"
+                    wrong.append(f"{leaf.path}: on ranks {list(ranks)} as {sizes}, not {there}")
+                    continue
+                own = from_placements(leaf.value.placements, mesh.shape, leaf.path)
+                if leaf.spec is not None and not leaf.spec.means(own, leaf.value.dim()):
+                    wrong.append(f"{leaf.path}: placed as {own}, not {leaf.spec}")
+                leaf = Leaf(leaf.path, local_part(leaf.value), own)
+            found.append(leaf)
+        if wrong:
+            noun = "DTensor does" if len(wrong) == 1 else "DTensors do"
+            raise SpecError(
+                f"{len(wrong)} {noun} not fit the program\n  " + "\n  ".join(wrong),
+                help="redistribute it, or leave its spec out: a DTensor has its own",
+            )
+        return found
 
     def _check_devices(self, leaves: Sequence[Leaf]) -> None:
         """SpecError that lists every tensor that is not where the program runs."""
@@ -86,13 +119,11 @@ class Arguments:
         if isinstance(specs, dict):
             unknown = sorted(set(specs) - set(names))
             if unknown:
-                raise SpecError(
-                    f"{self.name}: in_specs names {unknown[0]!r}, which is no parameter"
-                )
+                raise SpecError(f"in_specs names {unknown[0]!r}, which is no parameter")
             return dict(specs)
         if len(specs) != len(names):
             raise SpecError(
-                f"{self.name}: in_specs has {len(specs)} entries for {len(names)} parameters "
+                f"in_specs has {len(specs)} entries for {len(names)} parameters "
                 f"({', '.join(names)})",
                 help="one entry a parameter, None where nothing is claimed",
             )

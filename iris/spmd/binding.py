@@ -114,8 +114,8 @@ class Binder:
         """Sort the leaves of ``value``, in pytree's order; only its commonest nodes quickly."""
         kind = type(value)
         if isinstance(value, Tensor):
-            tensors.append(value)
-            statics.append(None)
+            tensors.append(local_part(value))
+            statics.append(_placing(value))
         elif kind in SIMPLE:
             statics.append(self._static(name, value))
         elif kind is list or kind is tuple:
@@ -165,9 +165,26 @@ class Binder:
 
 def tensor_key(tensor: Tensor) -> tuple[object, ...]:
     """The metadata of a tensor that a trace bakes in."""
-    return (
-        tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.requires_grad,
-    )  # fmt: skip
+    own, placing = local_part(tensor), _placing(tensor) or ()
+    return (own.dtype, own.shape, own.stride(), own.device, own.requires_grad, *placing)
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether ``value`` is a DTensor, whose module is slow to import."""
+    return hasattr(value, "placements") and hasattr(value, "device_mesh")
+
+
+def local_part(tensor: Any) -> Tensor:
+    """A tensor itself, or what this rank holds of a DTensor."""
+    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return local
+
+
+def _placing(tensor: Any) -> tuple[object, ...] | None:
+    """What there is to know of a DTensor beside its local part."""
+    if not is_dtensor(tensor):
+        return None
+    return tensor.placements, tensor.device_mesh, tuple(tensor.shape)
 
 
 def alias_key(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:

@@ -342,7 +342,7 @@ def spmd(
         mesh: a ``DeviceMesh`` (`iris.mesh`), an `AbstractMesh`, or an `iris.local_mesh`, with
             which the caller passes and gets global tensors; None is all ranks as one axis.
         in_specs: a `P` (or DTensor placements) for each parameter, or a tree of them; None claims
-            nothing.
+            nothing. A DTensor brings its own; the function gets its local part.
         out_specs: the same for the result; a result that does not fit is an error.
         static_argnames: parameters taken as constants, compared by value.
         lowering: "torch" | "triton" | "auto"; None reads ``IRIS_LOWERING``.

@@ -85,10 +85,18 @@ class ProgramMesh:
         if names is None or place is None:
             why = "has no axis names" if names is None else "does not hold this rank"
             raise SpecError(f"the mesh {why}: {mesh}", help="use iris.mesh(shape, names)")
-        shape = Mesh(tuple(zip(names, (int(n) for n in mesh.mesh.shape), strict=True)))
-        return cls(
-            shape, tuple(mesh.mesh.flatten().tolist()), tuple(zip(names, place, strict=True))
-        )
+        sizes, ranks = cls.places(mesh)
+        shape = Mesh(tuple(zip(names, sizes, strict=True)))
+        return cls(shape, ranks, tuple(zip(names, place, strict=True)))
+
+    @staticmethod
+    def places(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sizes of the axes of a DeviceMesh, named or not, and its ranks."""
+        return tuple(map(int, mesh.mesh.shape)), tuple(mesh.mesh.flatten().tolist())
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(n for _, n in self.shape.axes)
 
     @classmethod
     def world(cls, axis: str) -> "ProgramMesh":

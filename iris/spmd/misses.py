@@ -10,6 +10,7 @@ from iris import config
 from iris.logging import logger
 
 TENSOR_FIELDS = ("dtype", "shape", "stride", "device", "requires_grad")
+DTENSOR_FIELDS = (*TENSOR_FIELDS, "placements", "mesh", "global shape")
 RETRACES_BEFORE_WARNING = 8
 
 Key = Sequence[object]
@@ -62,8 +63,8 @@ def differences(labels: Sequence[str], key: Key, other: Key) -> dict[str, str]:
 
 def _change(new: object, old: object) -> str:
     if isinstance(new, tuple) and isinstance(old, tuple):
-        if len(new) == len(old) == len(TENSOR_FIELDS):
-            parts = zip(TENSOR_FIELDS, new, old, strict=True)
+        if len(new) == len(old) >= len(TENSOR_FIELDS):
+            parts = zip(DTENSOR_FIELDS, new, old, strict=False)
             return ", ".join(f"{name} {_show(b)} -> {_show(a)}" for name, a, b in parts if a != b)
         if len(new) == len(old) == 2 and new[0] == old[0]:
             return f"value {old[1]!r} -> {new[1]!r}"

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from iris.spmd.binding import is_dtensor
+
 _LIBRARY_DIRS = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
@@ -26,6 +28,10 @@ _USERS_OWN = re.compile(r"iris[\\/](demo|hf)[\\/]")  # written as a user would
 _ATEN = ("aten", "prim", "prims")
 
 Metadata = tuple[Any, ...]  # dtype, shape, strides, offset, device
+
+
+class DTensorFromOutside(Exception):
+    """A DTensor among the operands that is no argument of the program."""
 
 
 class _Known(NamedTuple):
@@ -134,6 +140,8 @@ class Recorder(TorchDispatchMode):
     def _find(self, tensor: Tensor) -> _Known:
         found = self._known.get(id(tensor))
         if found is None:
+            if is_dtensor(tensor):
+                raise DTensorFromOutside
             name = f"outside{len(self._known)}"
             setattr(self.module, name, tensor)
             self._note(tensor, self.graph.create_node("get_attr", name))

@@ -46,6 +46,10 @@ class P:
         """The axes of each of ``ndim`` dims."""
         return self.dims + ((),) * (ndim - len(self.dims))
 
+    def means(self, other: "P", ndim: int) -> bool:
+        """Whether this says of ``ndim`` dims what ``other`` says."""
+        return (self.padded(ndim), self.partial) == (other.padded(ndim), other.partial)
+
     def __repr__(self) -> str:
         shown = [repr(a[0] if len(a) == 1 else (a or None)) for a in self.dims]
         if self.partial:
@@ -91,24 +95,24 @@ def axes_in(specs: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def from_placements(placements: "Sequence[Placement]", mesh: Mesh) -> P:
+def from_placements(placements: "Sequence[Placement]", mesh: Mesh, path: str = "") -> P:
     """The spec that DTensor placements (one a mesh axis) mean."""
     from torch.distributed.tensor import Partial, Replicate, Shard  # slow to import
 
     if len(placements) != len(mesh.axes):
         raise SpecError(
-            f"{len(placements)} placements for a mesh of {len(mesh.axes)} axes ({mesh})"
+            f"{path}: {len(placements)} placements for a mesh of {len(mesh.axes)} axes ({mesh})"
         )
     dims: dict[int, list[str]] = {}
     partial = []
     for axis, placement in zip(mesh.names, placements, strict=True):
-        if isinstance(placement, Shard):
+        if type(placement) is Shard:
             dims.setdefault(placement.dim, []).append(axis)
-        elif isinstance(placement, Partial):
+        elif isinstance(placement, Partial) and placement.reduce_op == "sum":
             partial.append(axis)
         elif not isinstance(placement, Replicate):
             raise SpecError(
-                f"placement {placement} has no spec", help="use Shard, Replicate or Partial"
+                f"{path}: {placement} has no spec", help="use Shard, Replicate or Partial('sum')"
             )
     rank = max(dims, default=-1) + 1
     return P(*(tuple(dims.get(d, ())) for d in range(rank)), partial=tuple(partial))
@@ -135,7 +139,7 @@ def match(specs: Any, value: Any, mesh: Mesh, path: str = "") -> list[Leaf]:
     Raises SpecError where the structures differ.
     """
     if isinstance(specs, P) or specs is None or is_placements(specs):
-        spec = from_placements(specs, mesh) if is_placements(specs) else specs
+        spec = from_placements(specs, mesh, path) if is_placements(specs) else specs
         return [Leaf(where, leaf, spec) for where, leaf in leaves_of(value, path)]
     if type(specs) is type(value) is dict and specs.keys() == value.keys():
         specs = {key: specs[key] for key in value}  # in any order

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from iris.errors import IrisError, TraceError
 from iris.spmd.context import TraceContext, trace_scope
 from iris.spmd.guards import Access
-from iris.spmd.recording import Recorder, fake, is_users
+from iris.spmd.recording import DTensorFromOutside, Recorder, fake, is_users
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,11 @@ def _explain(name: str) -> Iterator[None]:
             f"{name}: {error} of a traced tensor: its values are not known while tracing"
             + _error_line(error),
             help="keep the computation in torch ops, or do this outside the decorated function",
+        ) from None
+    except DTensorFromOutside as error:
+        raise TraceError(
+            f"{name}: reads a DTensor that is not an argument{_error_line(error)}",
+            help="pass it as an argument: the program then sees its local part",
         ) from None
     except DataDependentOutputException as error:
         raise TraceError(
