@@ -25,6 +25,15 @@ PIECE_WORDS = tl.constexpr(17)  # `Piece.words` in boxes.py
 
 
 @device_function
+def _whole(x, V: tl.constexpr):
+    """``x``, a multiple of V, for a compiler that was not told so: accesses stay 16 bytes wide.
+
+    ``tl.multiple_of`` is lost on a kernel's own argument.
+    """
+    return x // V * V
+
+
+@device_function
 def _offsets(row, n1, n2, n3, s0, s1, s2, s3):
     """Where rows of a 5-D box begin, by the sizes of dims 1 to 3 and the strides of dims 0 to 3."""
     at = row % n3 * s3
@@ -42,7 +51,7 @@ def _publish_operand(x, box, staging, state, X: tl.constexpr):
     """
     V: tl.constexpr = X.vector
     rows, width, n1, n2, n3, s0, s1, s2, s3, s4 = box
-    width = tl.multiple_of(width, V)
+    width = _whole(width, V)
     across = tl.cdiv(width, X.columns)
     total = tl.cdiv(rows, X.rows) * across
     copied = 0
@@ -144,7 +153,7 @@ def _take_pieces(out, pieces, blocks, start, source, number, state, X: tl.conste
         block = later
 
 
-# All numbers but the last stride: what is known of them is said by ``tl.multiple_of``.
+# All numbers but the last stride: see ``_whole``.
 _LOOSE = ["dry", "rank", "stage", "blocks", "numel", "share", "half", "half_sums", "rows", "width"]
 _LOOSE += ["n1", "n2", "n3", "s0", "s1", "s2", "s3"]
 
@@ -157,8 +166,8 @@ def exchange_kernel(
     if dry == 0:
         epoch, number = enter(state)
         parity = (epoch & 1).to(tl.int64)
-        share = tl.multiple_of(share, 16)
-        start = parity * tl.multiple_of(half, 16)
+        share = _whole(share, 16)
+        start = parity * _whole(half, 16)
         mine = peer(flags, rank, tl.int32)
         box = (rows, width, n1, n2, n3, s0, s1, s2, s3, s4)
         own = peer(staging, rank, X.dtype) + start
@@ -170,9 +179,9 @@ def exchange_kernel(
             publish(flags, rank, epoch, X.world, X.lanes)
         wait_members(mine, 0, X.world - 1, epoch, watch, X.lanes)
         if X.two_shot:
-            start_sums = parity * tl.multiple_of(half_sums, 16)
-            first = tl.minimum(rank.to(tl.int64) * share, numel)
-            size = tl.minimum(numel - first, share)
+            start_sums = parity * _whole(half_sums, 16)
+            first = _whole(tl.minimum(rank.to(tl.int64) * share, numel), X.vector)
+            size = _whole(tl.minimum(numel - first, share), X.vector)
             own = peer(sums, rank, X.dtype) + start_sums
             since = tracing.begin(watch)
             done, total = _reduce_share(first, size, start, staging, own, state, X)

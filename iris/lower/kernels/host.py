@@ -261,7 +261,10 @@ class Share:
             )
             for n in columns
         ]
-        schedule = make_schedule(orders, max(1, -(-K // T.block_k)), programs, config.cut)
+        # One row of tiles reads each weight once: memory is the limit, and the few tiles of a last
+        # wave have all of it to themselves.
+        cut = config.cut and (rows > 1 or sum(map(len, orders)) < programs)
+        schedule = make_schedule(orders, max(1, -(-K // T.block_k)), programs, cut)
         heads, table = schedule.pack(device)
         acc = torch.int32 if T.acc == tl.int32 else torch.float32
         size = schedule.parts * T.zipped * T.block_m * T.block_n
