@@ -2,6 +2,8 @@
 `generate` calls.
 """
 
+import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,8 +28,12 @@ class HeldCache(Cache):
     `KVCache`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int = 0) -> None:
+        """An empty cache; ``capacity`` rows are kept for it from the start, more as they are
+        needed.
+        """
         super().__init__(layers=[])
+        self.first = capacity
         self.held: KVCache | None = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -48,7 +54,7 @@ class HeldCache(Cache):
     def append(self, new: Tensor, rows: int) -> None:
         """See :meth:`KVCache.append`."""
         if self.held is None:
-            self.held = KVCache(new)
+            self.held = KVCache(new, self.first)
         self.held.append(new, rows)
 
 
@@ -81,16 +87,20 @@ def layer_forward(
     """
     rows = cos.shape[0] * cos.shape[1] if x.dim() == 2 else None
     attended, new = self.self_attn(self.input_layernorm(x), cos, sin, past, mask)
-    x = x + attended
-    return x + self.mlp(self.post_attention_layernorm(x), rows), new
+    if not hasattr(self, "pre_feedforward_layernorm"):
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x), rows), new
+    x = x + self.post_attention_layernorm(attended)  # Gemma 2 and 3: norms on both sides
+    y = self.mlp(self.pre_feedforward_layernorm(x), rows)
+    return x + self.post_feedforward_layernorm(y), new
 
 
 def decode(
     model: Any,
     ids: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    mask: Tensor | None,
+    cos: tuple[Tensor, ...],
+    sin: tuple[Tensor, ...],
+    masks: tuple[Tensor | None, ...],
     past: tuple[Tensor, ...],
     keep: Tensor,
 ) -> tuple[Tensor, Tensor]:
@@ -99,24 +109,63 @@ def decode(
 
     Args:
         ids: ``[batch, rows]``.
+        cos, sin, masks: one for each `Kind` of layer; see :meth:`ParallelAttention.forward`.
         past: nothing, or the tensor of a `KVCache`.
         keep: the rows whose logits are wanted.
-
-    The rest: see :meth:`ParallelAttention.forward`.
     """
     decoder, held = model.model, []
     alike: dict[object, nn.Module] = {}
     embed, (batch, rows) = decoder.embed_tokens, ids.shape
     spread = batch * rows >= SPREAD
     x = embed(ids.flatten() if spread else ids, spread)
-    for index, layer in enumerate(decoder.layers):
-        before = past[0][index] if past else None
+    for index, (layer, kind) in enumerate(zip(decoder.layers, model.kinds.of_layers, strict=True)):
+        own = cos[kind], sin[kind], past[0][index] if past else None, masks[kind]
         weights = dict(layer.named_parameters())
-        x, new = block(alike.setdefault(form(layer), layer), weights, x, cos, sin, before, mask)
+        x, new = block(alike.setdefault(form(layer), layer), weights, x, *own)
         held.append(new)
     if spread:
         x = all_gather(x, embed.axis, 0, size=batch * rows).view(batch, rows, -1)
-    return model.lm_head(decoder.norm(x.index_select(1, keep))), torch.stack(held)
+    logits = model.lm_head(decoder.norm(x.index_select(1, keep)))
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    return logits if cap is None else (logits / cap).tanh() * cap, torch.stack(held)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What layers may differ in beyond their weights: rows that they look back at (None is all),
+    and whose rotary angles they take, where a model has several.
+    """
+
+    window: int | None
+    rotary: str | None
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The kinds of a model, and the number of each layer's."""
+
+    all: tuple[Kind, ...]
+    of_layers: tuple[int, ...]
+
+    @classmethod
+    def find(cls, model: Any) -> "Kinds":
+        """Those of a model of transformers that is still whole."""
+        decoder, config = model.model, model.config
+        several = "layer_type" in inspect.signature(decoder.rotary_emb.forward).parameters
+        types = getattr(config, "layer_types", None) or [None] * len(decoder.layers)
+        found = []
+        for layer, name in zip(decoder.layers, types, strict=True):
+            window = getattr(layer.self_attn, "sliding_window", None)
+            if name is None:  # a model whose layers are all alike
+                window = getattr(config, "sliding_window", None)
+            found.append(Kind(window, name if several else None))
+        kinds = tuple(dict.fromkeys(found))
+        return cls(kinds, tuple(map(kinds.index, found)))
+
+    def angles(self, rotary: Any, like: Tensor, places: Tensor) -> Any:
+        """Cosines and sines for each kind."""
+        pairs = [rotary(like, places, *([kind.rotary] if kind.rotary else [])) for kind in self.all]
+        return tuple(zip(*pairs, strict=True))
 
 
 def forward(
@@ -154,12 +203,12 @@ def forward(
     position_ids = position_ids.expand(batch, rows)
     extra = (0, padded - rows)
     pad = torch.nn.functional.pad
-    mask = _mask(attention_mask, batch, start, rows, padded, known, self)
+    masks = _masks(self, attention_mask, batch, start, rows, padded, known)
     like = torch.empty(0, dtype=self.dtype, device=input_ids.device)
-    cos, sin = self.model.rotary_emb(like, pad(position_ids, extra))
+    cos, sin = self.kinds.angles(self.model.rotary_emb, like, pad(position_ids, extra))
     past = (known.held.tensor,) if known.held is not None and start else ()
     keep = _kept(logits_to_keep, rows, padded).to(input_ids.device)
-    logits, new = self.spmd(pad(input_ids, extra), cos, sin, mask, past, keep)
+    logits, new = self.spmd(pad(input_ids, extra), cos, sin, masks, past, keep)
     if use_cache is not False:
         known.append(new, rows)
     names = {"cache", "past_key_values"} & set(CausalLMOutputWithPast.__dataclass_fields__)
@@ -186,23 +235,22 @@ def _kept(logits_to_keep: int | Tensor, rows: int, padded: int) -> Tensor:
     return torch.arange(rows - logits_to_keep, rows) if logits_to_keep else torch.arange(padded)
 
 
-def _mask(
+def _masks(
+    model: Any,
     attention_mask: Tensor | None,
     batch: int,
     start: int,
     rows: int,
     padded: int,
     cache: HeldCache,
-    model: Any,
-) -> Tensor | None:
-    """What is added to the scores: ``[batch, 1, rows, capacity + rows]``; None is plain causal,
-    with no past.
+) -> tuple[Tensor | None, ...]:
+    """What each kind of layer adds to its scores: ``[batch, 1, rows, capacity + rows]``; None is
+    plain causal, with no past.
     """
     everything = attention_mask is None or bool(attention_mask.all())
-    if not start and everything:
-        return None
+    capped = getattr(model.config, "attn_logit_softcapping", None) is not None
     capacity = cache.held.capacity if cache.held is not None and start else 0
-    device = model.device
+    device, lowest = model.device, torch.finfo(model.dtype).min
     row = torch.arange(padded, device=device)
     seen = torch.zeros(batch, padded, capacity + padded, dtype=torch.bool, device=device)
     seen[:, :, :start] = True
@@ -210,5 +258,14 @@ def _mask(
     if attention_mask is not None and not everything:
         seen[:, :, :start] &= attention_mask[:, None, :start].bool()
         seen[:, :, capacity : capacity + rows] &= attention_mask[:, None, start:].bool()
-    lowest = torch.finfo(model.dtype).min
-    return torch.zeros((), dtype=model.dtype, device=device).where(seen, lowest).unsqueeze(1)
+    key = torch.cat((torch.arange(capacity, device=device), start + row))
+    zero = torch.zeros((), dtype=model.dtype, device=device)
+    masks: list[Tensor | None] = []
+    for kind in model.kinds.all:
+        narrow = kind.window is not None and start + padded > kind.window
+        if not (start or narrow or capped) and everything:
+            masks.append(None)
+            continue
+        near = seen & (key > start + row[:, None] - kind.window) if narrow else seen
+        masks.append(zero.where(near, lowest).unsqueeze(1))
+    return tuple(masks)

@@ -1,5 +1,8 @@
 """``iris.parallelize``: a transformers model whose weights are spread over ranks, in place."""
 
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatch
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -16,14 +19,27 @@ from iris.spmd.specs import P
 
 M = TypeVar("M", bound=nn.Module)
 
-FAMILY = ("llama", "mistral", "qwen2", "qwen3")
+FAMILY = (
+    "llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma", "gemma2", "gemma3_text",
+)  # fmt: skip
 """Values of ``model.config.model_type`` that are known to be decoders of the Llama form."""
+
+STYLES = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "colwise"),
+    **dict.fromkeys(("o_proj", "down_proj"), "rowwise"),
+}
+NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 
 
 def parallelize(
     model: M,
     mesh: DeviceMesh | None = None,
-    plan: str = "auto",
+    plan: str | Mapping[str, str] = "auto",
     *,
     axis: str = "tp",
     weights: Checkpoint | None = None,
@@ -36,32 +52,35 @@ def parallelize(
     and words that do not divide are split unevenly.
 
     Args:
-        model: a ``LlamaForCausalLM``, or one of the Mistral, Qwen2 or Qwen3 kind. It may be on the
-            device "meta", with ``weights``.
+        model: a ``LlamaForCausalLM``, or one of the Mistral, Qwen2, Qwen3, SmolLM3 or Gemma kind.
+            It may be on the device "meta", with ``weights``.
         mesh: a mesh with the axis ``axis``; None is all ranks.
-        plan: "auto" splits attention by groups of heads, feed-forward by hidden features, both
+        plan: how linear layers are split, ``{"layers.*.mlp.up_proj": "colwise"}``, as a
+            ``tp_plan`` of transformers; "auto" is the model's own, or where it has none, what its
+            form asks for. Attention goes by groups of heads, feed-forward by hidden features, both
             ends by words.
         weights: where to read this rank's slices from; None cuts what the model holds.
 
-    Raises SpecError for an unknown axis, UnsupportedError for a model of another form.
+    Raises SpecError for an unknown axis or plan, UnsupportedError for a model of another form.
 
     >>> model = iris.parallelize(AutoModelForCausalLM.from_pretrained(path))      # doctest: +SKIP
     >>> model.generate(**tokenizer("Hello", return_tensors="pt"))                 # doctest: +SKIP
     """
-    if plan != "auto":
-        raise SpecError(f"plan {plan!r} is not known", help='the only plan is "auto"')
     _check(model)
+    _check_plan(model, plan)
     from iris.hf import decoder
 
+    kinds = decoder.Kinds.find(model)
     with torch.no_grad():
         _Cutter(model, axis, mesh, weights).run()
     layers: Any = model.get_submodule("model.layers")
     for layer in layers:
         layer.forward = MethodType(decoder.layer_forward, layer)
     past = P(None, None, None, axis)
-    specs = {name: P() for name in ("ids", "cos", "sin", "mask", "keep")} | {"past": past}
+    specs = {name: P() for name in ("ids", "cos", "sin", "masks", "keep")} | {"past": past}
     name = type(model).__name__
     program = spmd(mesh=mesh, in_specs=specs, out_specs=(P(), None), name=name)(decoder.decode)
+    setattr(model, "kinds", kinds)  # noqa: B010
     setattr(model, "spmd", program.__get__(model))  # noqa: B010
     setattr(model, "forward", MethodType(decoder.forward, model))  # noqa: B010
     return model
@@ -75,14 +94,35 @@ def _check(model: nn.Module) -> None:
             f"iris.parallelize does not know the form of {type(model).__name__} ({kind})",
             help=f"it knows causal language models of {', '.join(FAMILY)}; others: iris.nn",
         )
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if getattr(config, "sliding_window", None) and kinds != {"full_attention"}:
-        raise UnsupportedError(
-            f"{type(model).__name__} has a sliding window of {config.sliding_window} rows",
-            help="set config.sliding_window = None where contexts are shorter than that",
-        )
+    if getattr(config, "use_bidirectional_attention", False):
+        raise UnsupportedError(f"{type(model).__name__} looks at rows that come after")
     if hasattr(model, "spmd"):
         raise UnsupportedError(f"this {type(model).__name__} is parallelized already")
+
+
+def _check_plan(model: nn.Module, plan: str | Mapping[str, str]) -> None:
+    """SpecError that lists every linear layer that the plan does not split as attention and
+    feed-forward need it.
+    """
+    if isinstance(plan, str) and plan != "auto":
+        raise SpecError(f"plan {plan!r} is not known", help='pass "auto" or a dict of styles')
+    config: Any = model.config
+    given: Any = getattr(config, "base_model_tp_plan", None) if plan == "auto" else plan
+    if not given:
+        return
+    wrong = []
+    for name, _ in model.get_submodule("model").named_modules():
+        wanted = STYLES.get(name.rpartition(".")[2])
+        rule = next((rule for rule in given if fnmatch(name, rule)), None)
+        if wanted and (rule is None or given[rule] != wanted):
+            found = "not split" if rule is None else given[rule]
+            wrong.append(f"{re.sub('[0-9]+', '*', name)}: {found}, not {wanted}")
+    if wrong:
+        raise SpecError(
+            f"the plan does not split {type(model).__name__} as it must be:\n  "
+            + "\n  ".join(dict.fromkeys(wrong)),
+            help='plan="auto" is the model\'s own',
+        )
 
 
 class _Cutter:
@@ -99,14 +139,17 @@ class _Cutter:
     def run(self) -> None:
         model, decoder, config = self.model, self.model.model, self.config
         decoder.embed_tokens = ParallelEmbedding.from_weight(
-            self.tensor("model.embed_tokens.weight"), **self.where
+            self.tensor("model.embed_tokens.weight"),
+            scale=getattr(decoder.embed_tokens, "scalar_embed_scale", 1.0),
+            **self.where,
         )
         for index, layer in enumerate(decoder.layers):
             prefix = f"model.layers.{index}"
             self.attention(layer, f"{prefix}.self_attn")
             self.feed_forward(layer, f"{prefix}.mlp")
-            for name in ("input_layernorm", "post_attention_layernorm"):
-                self.norm(getattr(layer, name), f"{prefix}.{name}.weight")
+            for name in NORMS:
+                if hasattr(layer, name):
+                    self.norm(getattr(layer, name), f"{prefix}.{name}.weight")
         self.norm(decoder.norm, "model.norm.weight")
         embed = decoder.embed_tokens
         options: dict[str, Any] = {"gather_output": True, **self.where}
@@ -133,6 +176,8 @@ class _Cutter:
             heads=self.config.num_attention_heads,
             kv_heads=self.config.num_key_value_heads,
             scale=old.scaling,
+            softcap=getattr(self.config, "attn_logit_softcapping", None),
+            rotary=bool(getattr(old, "use_rope", True)),
             **norms,
             **self.where,
         )

@@ -3,6 +3,7 @@ of keys and values.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,17 +44,22 @@ class ParallelAttention(nn.Module):
         *,
         width: int,
         scale: float | None = None,
+        softcap: float | None = None,
+        rotary: bool = True,
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
     ) -> None:
         """Hold this rank's groups, ``[groups/axis, (queries + 2) * width, K]``; see `from_linear`
         to cut them.
+
+        ``softcap`` bounds the scores, smoothly; without ``rotary``, positions are not used.
         """
         super().__init__()
         self.qkv = parameter(qkv)
         self.register_parameter("bias", None if bias is None else parameter(bias))
         self.out, self.width, self.queries = out, width, qkv.shape[1] // width - 2
         self.scale = width**-0.5 if scale is None else scale
+        self.softcap, self.rotary = softcap, rotary
         self.q_norm, self.k_norm = q_norm, k_norm
         partition(self, P(out.axis))
 
@@ -67,14 +73,13 @@ class ParallelAttention(nn.Module):
         *,
         heads: int,
         kv_heads: int,
-        scale: float | None = None,
-        q_norm: Norm | None = None,
-        k_norm: Norm | None = None,
         axis: str = "tp",
         mesh: DeviceMesh | None = None,
+        **options: Any,
     ) -> "ParallelAttention":
-        """Cut the four projections of an unsharded attention. SpecError where ``heads`` are no
-        whole groups.
+        """Cut the four projections of an unsharded attention; ``options`` are those of the class.
+
+        SpecError where ``heads`` are no whole groups.
         """
         place = Place.of(axis, mesh)
         if heads % kv_heads or q.weight.shape[0] % heads:
@@ -108,7 +113,7 @@ class ParallelAttention(nn.Module):
             axis=axis,
             mesh=mesh,
         )
-        return cls(qkv, bias, out, width=width, scale=scale, q_norm=q_norm, k_norm=k_norm)
+        return cls(qkv, bias, out, width=width, **options)
 
     def forward(
         self,
@@ -125,7 +130,7 @@ class ParallelAttention(nn.Module):
             cos, sin: rotary embedding of the positions, ``[batch, rows, width]``.
             past: a layer's keys and values so far, ``[2, batch, groups/axis, capacity, width]``.
             mask: what is added to the scores, ``[batch, 1, rows, capacity + rows]``, needed with
-                ``past``; None is causal.
+                ``past`` or a softcap; None is causal.
         """
         (batch, rows), spread = cos.shape[:2], x.dim() == 2
         if spread:
@@ -134,9 +139,11 @@ class ParallelAttention(nn.Module):
         qkv = F.linear(x, self.qkv.flatten(0, 1), bias)
         groups = self.qkv.shape[0]
         qkv = qkv.view(batch, rows, groups, self.queries + 2, self.width).permute(0, 2, 3, 1, 4)
-        turned = rotate(self._normed(qkv[:, :, :-1]), cos, sin)
+        turned = self._normed(qkv[:, :, :-1])
+        if self.rotary:
+            turned = rotate(turned, cos, sin)
         q, k, v = turned[:, :, :-1], turned[:, :, -1], qkv[:, :, -1]
-        found = attend(q, k, v, self.scale, past, mask)
+        found = attend(q, k, v, self.scale, past, mask, self.softcap)
         columns = groups * self.queries * self.width
         joined = found.permute(0, 3, 1, 2, 4).reshape(batch * rows, columns)
         y = F.linear(joined, self.out.weight.flatten(1)).view(*x.shape[:-1], -1)
@@ -163,7 +170,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, past: Tensor | None, mask: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    past: Tensor | None,
+    mask: Tensor | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attention of ``q [batch, groups, queries, rows, width]`` over the past and these rows.
 
@@ -171,19 +184,23 @@ def attend(
     """
     if not q.numel():  # a rank without groups
         return q
-    if past is None:
-        keys, values = (t.unsqueeze(2).expand(q.shape).flatten(1, 2) for t in (k, v))
+    if past is None and softcap is None:
+        alike = (t.unsqueeze(2).expand(q.shape).flatten(1, 2) for t in (k, v))
         found = F.scaled_dot_product_attention(
-            q.flatten(1, 2), keys, values, mask, is_causal=mask is None, scale=scale
+            q.flatten(1, 2), *alike, mask, is_causal=mask is None, scale=scale
         )
         return found.view(q.shape)
     assert mask is not None
-    capacity = past.shape[-2]
     flat = q.flatten(2, 3) * scale
-    scores = torch.cat((flat @ past[0].mT, flat @ k.mT), -1).float()
+    keys = (k,) if past is None else (past[0], k)
+    scores = torch.cat([flat @ part.mT for part in keys], -1).float()
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
     scores = scores.view(*q.shape[:4], -1)
     weights = (scores + mask.unsqueeze(2)).softmax(-1).to(q.dtype).flatten(2, 3)
-    found = weights[..., :capacity] @ past[1] + weights[..., capacity:] @ v
+    found = weights[..., -k.shape[-2] :] @ v
+    if past is not None:
+        found = weights[..., : past.shape[-2]] @ past[1] + found
     return found.view(q.shape)
 
 
@@ -202,10 +219,10 @@ class KVCache:
 
     FIRST = 64
 
-    def __init__(self, like: Tensor) -> None:
-        """An empty cache for keys and values of the layout of ``like``."""
+    def __init__(self, like: Tensor, capacity: int = 0) -> None:
+        """An empty cache of ``capacity`` rows, for keys and values of the layout of ``like``."""
         self.length = 0
-        self.tensor = like.new_zeros(*like.shape[:-2], 0, like.shape[-1])
+        self.tensor = like.new_zeros(*like.shape[:-2], capacity, like.shape[-1])
 
     @property
     def capacity(self) -> int:

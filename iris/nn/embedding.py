@@ -1,5 +1,7 @@
 """The two ends of a language model, split by the vocabulary."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,11 +39,16 @@ class ParallelEmbedding(nn.Module):
         axis: str = "tp",
         mesh: DeviceMesh | None = None,
         sequence_parallel: bool = False,
+        scale: float = 1.0,
     ) -> None:
-        """Hold this rank's rows of a table of ``words`` rows; see `from_weight` to cut them."""
+        """Hold this rank's rows of a table of ``words`` rows; see `from_weight` to cut them.
+
+        The result is ``scale`` (in the dtype of the table) times what was found.
+        """
         super().__init__()
         self.words, self.axis, self.mesh = words, axis, mesh
         self.sequence_parallel = sequence_parallel
+        self.scale = torch.tensor(scale, dtype=weight.dtype).item()
         self.weight = parameter(weight)
         partition(self, P(axis))
 
@@ -52,16 +59,19 @@ class ParallelEmbedding(nn.Module):
         *,
         axis: str = "tp",
         mesh: DeviceMesh | None = None,
-        sequence_parallel: bool = False,
+        **options: Any,
     ) -> "ParallelEmbedding":
-        """Copy this rank's rows of an unsharded table, or read them from a `Checkpoint`."""
+        """Copy this rank's rows of an unsharded table, or read them from a `Checkpoint`;
+        ``options`` are those of the class.
+        """
         rows, words = Place.of(axis, mesh).take(weight, 0), weight.shape[0]
-        return cls(rows, words=words, axis=axis, mesh=mesh, sequence_parallel=sequence_parallel)
+        return cls(rows, words=words, axis=axis, mesh=mesh, **options)
 
     def forward(self, index: Tensor, sequence_parallel: bool | None = None) -> Tensor:
         """``sequence_parallel`` here is for this call only."""
         spread = self.sequence_parallel if sequence_parallel is None else sequence_parallel
-        return add_up(self._found(index), self.axis, self.mesh, spread)
+        y = add_up(self._found(index), self.axis, self.mesh, spread)
+        return y if self.scale == 1 else y * self.scale
 
     def _found(self, index: Tensor) -> Tensor:
         """The rows that this rank holds, and zeros for others."""

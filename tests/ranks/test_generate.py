@@ -17,12 +17,20 @@ pytestmark = [
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 TOKENS = 6
+WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
 KINDS = {
     "llama": {"tie_word_embeddings": True},
-    "mistral": {"sliding_window": None},
+    "mistral": {"sliding_window": 6},
     "qwen2": {"use_sliding_window": False},  # biases on q, k and v
-    "qwen3": {"head_dim": 8},  # norms of heads
+    "qwen3": {"head_dim": 8, **WINDOWS},  # norms of heads
+    "smollm3": {"no_rope_layer_interval": 2},  # layers without positions
+    "gemma": {"head_dim": 8},  # GEGLU, norms of one and more, scaled embeddings
+    "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6},  # bounded scores
+    "gemma3_text": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6},  # two angles
 }
+
+
+SLOW = ("llama", "mistral", "qwen2", "smollm3", "gemma")
 
 
 def slow(value):
@@ -97,11 +105,12 @@ def test_heads_that_do_not_divide(ranks, world):
     check(ranks(world).run(_tiny, "llama", 9, 3, prompts(), timeout=110), expected)
 
 
-@pytest.mark.parametrize("kind", [slow("mistral"), slow("qwen2"), "qwen3"])
-def test_other_models_of_the_family(ranks, kind):
+@pytest.mark.parametrize("kind", [slow(kind) if kind in SLOW else kind for kind in KINDS])
+@pytest.mark.parametrize("world", [2, slow(4)])
+def test_other_models_of_the_family(ranks, kind, world):
     expected = [ask(tiny(kind, 4, 2), *prompt) for prompt in prompts()]
     # On four ranks the two key heads are repeated.
-    check(ranks(4).run(_tiny, kind, 4, 2, prompts(), timeout=110), expected)
+    check(ranks(world).run(_tiny, kind, 4, 2, prompts(), timeout=110), expected)
 
 
 def test_sampling_beams_and_caches_across_calls(ranks):
@@ -133,7 +142,7 @@ def test_explain_counts_every_collective(ranks):
         model = iris.parallelize(tiny("llama"))
         for ids in prompts:
             ask(model, ids, tokens=2)
-        return iris.hf.explain(model)
+        return iris.explain(model)
 
     summary = ranks(3).run(run, [prompts()[0][0], prompts()[3][0]], timeout=110)[0]
     counts = {(row.program, row.collective): (row.fused, row.total) for row in summary.fused}
@@ -176,25 +185,40 @@ def test_layers_of_one_form_are_traced_once(ranks):
     assert ranks(1).run(run, prompts()[0][0], timeout=110) == [(1, 3)]
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (
-            lambda: torch.nn.Linear(2, 2),
-            "iris.parallelize does not know the form of Linear (Linear)\n"
-            "help: it knows causal language models of llama, mistral, qwen2, qwen3; "
-            "others: iris.nn",
+REFUSED = {
+    "another form": (
+        lambda: iris.parallelize(torch.nn.Linear(2, 2)),
+        "iris.parallelize does not know the form of Linear (Linear)\n"
+        "help: it knows causal language models of llama, mistral, qwen2, qwen3, smollm3, gemma, "
+        "gemma2, gemma3_text; others: iris.nn",
+    ),
+    "rows after": (
+        lambda: iris.parallelize(tiny("gemma3_text", use_bidirectional_attention=True)),
+        "Gemma3ForCausalLM looks at rows that come after",
+    ),
+    "no plan": (
+        lambda: iris.parallelize(tiny("llama"), plan="columns"),
+        "plan 'columns' is not known\nhelp: pass \"auto\" or a dict of styles",
+    ),
+    "half a plan": (
+        lambda: iris.parallelize(
+            tiny("llama"),
+            plan={"layers.*.self_attn.?_proj": "colwise", "layers.*.mlp.*": "rowwise"},
         ),
-        (
-            lambda: tiny("mistral", sliding_window=8),
-            "MistralForCausalLM has a sliding window of 8 rows\n"
-            "help: set config.sliding_window = None where contexts are shorter than that",
-        ),
-    ],
-)
-def test_a_model_of_another_form_is_refused(make, text):
-    with pytest.raises(iris.UnsupportedError) as error:
-        iris.parallelize(make())
+        "the plan does not split LlamaForCausalLM as it must be:\n"
+        "  layers.*.self_attn.o_proj: colwise, not rowwise\n"
+        "  layers.*.mlp.gate_proj: rowwise, not colwise\n"
+        "  layers.*.mlp.up_proj: rowwise, not colwise\n"
+        'help: plan="auto" is the model\'s own',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name):
+    call, text = REFUSED[name]
+    with pytest.raises(iris.IrisError) as error:
+        call()
     assert str(error.value) == text
 
 
