@@ -185,9 +185,9 @@ def attend(
     if not q.numel():  # a rank without groups
         return q
     if past is None and softcap is None:
-        alike = (t.unsqueeze(2).expand(q.shape).flatten(1, 2) for t in (k, v))
+        own, values = (t.unsqueeze(2).expand(q.shape).flatten(1, 2) for t in (k, v))
         found = F.scaled_dot_product_attention(
-            q.flatten(1, 2), *alike, mask, is_causal=mask is None, scale=scale
+            q.flatten(1, 2), own, values, mask, is_causal=mask is None, scale=scale
         )
         return found.view(q.shape)
     assert mask is not None
