@@ -1,5 +1,6 @@
 """When each rank did what: spans of time as a Chrome trace and as a picture."""
 
+import gzip
 import json
 import os
 import re
@@ -21,6 +22,7 @@ _COLORS = {
     "collect": "#c5b0d5",
 }
 _MOST_LABELLED = 24
+_SHORT = 10**7  # nanoseconds that are drawn in microseconds
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,20 @@ class Timeline:
         return {rank: time / tracks.count(rank) / 1e3 for rank, time in spent.items()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the Chrome trace format, which Perfetto reads too: one process a rank."""
-        Path(path).write_text(json.dumps(self._chrome(), separators=(",", ":")), encoding="utf-8")
+        """Write the Chrome trace format, which Perfetto reads too: one process a rank.
+
+        A path that ends in ".gz" gets it compressed; viewers read that as well.
+        """
+        text = json.dumps(self._chrome(), separators=(",", ":")).encode()
+        path = Path(path)
+        path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Timeline":
         """Read what ``save`` wrote. Times begin at 0."""
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        path = Path(path)
+        text = path.read_bytes()
+        found = json.loads(gzip.decompress(text) if path.suffix == ".gz" else text)
         rows = found["traceEvents"]
         ranks = {r["pid"]: r["args"]["rank"] for r in rows if r["name"] == "process_labels"}
         tracks = {
@@ -102,7 +111,7 @@ class Timeline:
         return cls(events, found["otherData"])
 
     def plot(self, width: float = 9.0) -> Any:
-        """Draw the tracks, and return the matplotlib figure. Waits are hatched."""
+        """Draw the tracks, and return the matplotlib figure. Waits are hatched, or red if thin."""
         try:
             from matplotlib.figure import Figure
         except ImportError:
@@ -114,25 +123,29 @@ class Timeline:
         height = (0.5 if few else 0.05) * len(tracks) + 1.2
         figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots()
-        shown = self._draw(axes, {track: row for row, track in enumerate(tracks)})
+        scale = 1e3 if self._end() - self._begin() < _SHORT else 1e6
+        rows = {track: row for row, track in enumerate(tracks)}
+        shown = self._draw(axes, rows, scale, "////" if few else "")
         ranks = [rank for rank, _ in tracks]
-        rows = range(len(tracks)) if few else [ranks.index(r) for r in dict.fromkeys(ranks)]
-        axes.set_yticks(rows, [_title(*tracks[row], few) for row in rows])
+        ticks = range(len(tracks)) if few else [ranks.index(r) for r in dict.fromkeys(ranks)]
+        axes.set_yticks(ticks, [_title(*tracks[row], few) for row in ticks])
         for row in range(1, len(tracks)):
             if tracks[row][0] != tracks[row - 1][0] and not few:
                 axes.axhline(row - 0.5, color="k", lw=0.5)
         axes.set_ylim(len(tracks) - 0.5, -0.5)
-        axes.set_xlabel("ms")
+        axes.set_xlabel("µs" if scale == 1e3 else "ms")
         place: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
         axes.legend(list(shown.values()), list(shown), fontsize="small", **place)
         return figure
 
-    def _draw(self, axes: Any, rows: Mapping[tuple[int, str], int]) -> dict[str, Any]:
+    def _draw(
+        self, axes: Any, rows: Mapping[tuple[int, str], int], scale: float, hatch: str
+    ) -> dict[str, Any]:
         """Draw bars, long ones first, so that what happens within another is on top of it."""
         begin = self._begin()
         bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
         for event in sorted(self.events, key=lambda event: event.start - event.end):
-            bar = ((event.start - begin) / 1e6, (event.end - event.start) / 1e6)
+            bar = ((event.start - begin) / scale, (event.end - event.start) / scale)
             kind = event.kind or event.name
             bars.setdefault((rows[event.rank, event.track], kind), []).append(bar)
         kinds = list(dict.fromkeys(kind for _, kind in bars if kind not in _COLORS))
@@ -140,13 +153,16 @@ class Timeline:
         shown = {}
         for (row, kind), spans in bars.items():
             style = {"facecolors": colors[kind], "lw": 0}
-            if kind == "wait":
-                style = {"facecolors": "w", "edgecolors": colors[kind], "hatch": "////", "lw": 0}
+            if kind == "wait" and hatch:
+                style |= {"facecolors": "w", "edgecolors": colors[kind], "hatch": hatch}
             shown[kind] = axes.broken_barh(spans, (row - 0.4, 0.8), **style)
         return shown
 
     def _begin(self) -> int:
         return min((event.start for event in self.events), default=0)
+
+    def _end(self) -> int:
+        return max((event.end for event in self.events), default=0)
 
     def _chrome(self) -> dict[str, Any]:
         begin, tracks = self._begin(), self.tracks()

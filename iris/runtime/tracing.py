@@ -98,7 +98,7 @@ class Record:
         members = [i for i in range(64) if bits >> i & 1]
         peers = [ranks[i] if i < len(ranks) else i for i in members]
         name = self.kinds[kind] if kind < len(self.kinds) else f"kind {kind}"
-        args: dict[str, Any] = {"stage": what, "program": place & 0xFFFFFFFF, "SM": place >> 32}
+        args: dict[str, Any] = {"stage": what, "program": place & 0xFFFFFFFF}
         args |= {"peers": peers} if peers else {}
         args |= {"bytes": nbytes} if nbytes else {}
         args |= {"row": detail >> 32, "column": detail & 0xFFFFFFFF} if name == "tile" else {}

@@ -1,15 +1,19 @@
 """``iris.profile``: host steps, waits and kernels of all ranks in a trace that viewers can show."""
 
+import io
 import json
+import re
 import sys
 from itertools import groupby
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from rich.console import Console
 
 import iris
 from iris import P
+from iris.bench.profile import measure, table
 from iris.runtime.timeline import Event, Timeline, lanes
 from iris.spmd.profiling import named
 
@@ -117,6 +121,23 @@ def test_what_kernels_do_inside(ranks, tmp_path):
     assert [about["dropped"] for about in timeline.about["ranks"]] == [0, 0]
     assert timeline.busy("tile").keys() == {0, 1}
     assert min(timeline.busy("tile").values()) > 0
+
+
+@pytest.mark.parametrize("stage", ["all_gather_matmul", "matmul_all_reduce"])
+def test_the_command_shows_a_stage(ranks, stage, tmp_path):
+    timeline = ranks(2).run(measure, stage, (32, 32, 64))[0]
+    path = tmp_path / "trace.json"
+    timeline.save(path)
+    check_trace(path)
+    kinds = {"wait", "tile", "emit"} | ({"push"} if stage == "all_gather_matmul" else {"sum"})
+    assert kinds <= {event.kind for event in timeline.events}
+    console = Console(file=io.StringIO(), width=120)
+    console.print(table(timeline))
+    text = console.file.getvalue()
+    assert f"{stage} (32, 32, 64), µs a launch" in text
+    assert len(re.findall(r"│ +[01] │ +\d+\.\d │", text)) == 2
+    (axes,) = timeline.plot().axes
+    assert {label.get_text() for label in axes.get_legend().get_texts()} >= kinds
 
 
 def test_a_process_without_ranks():

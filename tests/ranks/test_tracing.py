@@ -63,6 +63,7 @@ def test_methods_of_the_context_record_themselves(ranks):
         whole = events[0]
         assert all(whole.start <= e.start <= e.end <= whole.end for e in events)
         assert len({event.track for event in events}) == 1
+        assert whole.track.startswith("SM" if torch.cuda.is_available() else "program 0")
     assert ranks(2).run(records_methods, False)[0].events == []
 
 
@@ -95,18 +96,15 @@ def test_what_finds_no_room_is_counted_and_said(ranks, tmp_path, capfd):
         [tmp_path / "own-rank1.json", None],
     ]
     merged = json.loads((tmp_path / "all.json").read_text())
-    assert merged["otherData"]["ranks"][1] == {
-        "rank": 1,
-        "events": 5,
-        "dropped": 7,
-        "uncertainty_us": 0.0,
-    }
+    about = merged["otherData"]["ranks"][1]
+    assert about.pop("uncertainty_us") < (100 if torch.cuda.is_available() else 1e-9)
+    assert about == {"rank": 1, "events": 5, "dropped": 7}
     titles = [row["args"] for row in merged["traceEvents"] if row["name"] == "process_name"]
     assert titles == [{"name": "rank 0"}, {"name": "rank 1"}]
     again = Timeline.load(tmp_path / "all.json")
     alone = Timeline.load(own[0])
     assert [e.name for e in again.events if e.rank == 0] == [e.name for e in alone.events]
-    assert again.tracks() == [(0, "program 0"), (1, "program 0")]
+    assert [rank for rank, _ in again.tracks()] == [0, 1]
 
 
 def misuse():
@@ -141,7 +139,7 @@ def traced_program():
         x = [small_integers((16, 16), r, step) for r in range(2)]
         up = [small_integers((16, 24), r, step + 5) for r in range(2)]
         down = [small_integers((24, 8), r, step + 9) for r in range(2)]
-        y = f(x[rank], up[rank], down[rank])
+        y = f(*(shards[rank].to(ctx.device) for shards in (x, up, down))).cpu()
         parts = [torch.cat(x) @ u @ d for u, d in zip(up, down, strict=True)]
         assert torch.equal(y, sum(parts)[16 * rank :][:16])
         timelines.append(ctx.tracing.timeline())
