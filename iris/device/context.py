@@ -61,7 +61,10 @@ class DeviceContext:
     @device_function
     def trace_begin(self):
         """Return the time, for ``trace_end``; nothing is compiled without ``tracing``."""
-        return tracing.begin(self._watch())
+        since = tl.cast(0, tl.int64)
+        if self.tracing:
+            since = tracing.begin(self._watch())
+        return since
 
     @device_function
     def trace_end(self, since, kind, peer=-1, nbytes=0):
@@ -74,7 +77,7 @@ class DeviceContext:
 
     @device_function
     def _watch(self):
-        return self.record, 0, (self.heap_bases + self.world_size if self.tracing else None)
+        return self.record, 0, self.heap_bases + self.world_size
 
     @device_function
     def _moved(self, since, kind, peer, pointer, mask):

@@ -16,6 +16,7 @@ from iris.device.target import device_function, places, publish
 
 QUEUE = tl.constexpr(copy_queue.QUEUE)
 READ = tl.constexpr(copy_queue.READ)
+DONE = tl.constexpr(copy_queue.DONE)
 WRITE = tl.constexpr(copy_queue.WRITE)
 BELL = tl.constexpr(copy_queue.BELL)
 SLOTS = tl.constexpr(copy_queue.SLOTS)
@@ -32,7 +33,7 @@ def quiet(copy_engine_ctx, to_rank):
     """Wait until all that this rank's kernels have asked for ``to_rank`` is done there."""
     row = _row(copy_engine_ctx, to_rank)
     asked = tl.atomic_add(_word(row + WRITE), 0, sem="acquire", scope="gpu")
-    _wait_read(row, asked, to_rank)
+    _wait_for(row + DONE, asked, row, to_rank)
 
 
 @device_function
@@ -40,7 +41,7 @@ def enqueue(row, to_rank, op, dst, src, width, height, dst_pitch, src_pitch):
     """Append a descriptor to the queue at ``row``; waits while that is full."""
     slots = tl.load(row + SLOTS)
     ticket = tl.atomic_add(_word(row + WRITE), 1, sem="relaxed", scope="gpu")
-    _wait_read(row, ticket + 1 - slots, to_rank)
+    _wait_for(row + READ, ticket + 1 - slots, row, to_rank)
     at = _word(row + QUEUE) + ticket % slots * WORDS
     tl.store(at + 1, tl.cast(op, tl.int64))
     tl.store(at + 2, tl.cast(dst, tl.int64))
@@ -155,8 +156,8 @@ def _word(entry):
 
 
 @device_function
-def _wait_read(row, ticket, to_rank):
-    wait(_word(row + READ), ticket, _word(row + RECORD), tl.load(row + STAGE), to_rank)
+def _wait_for(counter, ticket, row, to_rank):
+    wait(_word(counter), ticket, _word(row + RECORD), tl.load(row + STAGE), to_rank)
 
 
 @triton.jit(do_not_specialize=["address", "value", "wide", "stage", "peer"])

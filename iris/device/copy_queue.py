@@ -5,20 +5,22 @@ A rank has a queue for each peer: a ring of descriptors in memory that the host 
 program of any kernel and emptied by one thread of the host. A program draws a ticket from WRITE,
 waits until READ says that the ticket's place is free, writes the descriptor, and last the
 descriptor's SEQ, ticket + 1, as a release. So the host sees whole descriptors, in order, however
-many programs write at once. It carries them out in order, and when one is done (not when it is
-taken) READ moves past it, which also is what ``quiet`` waits for. BELL only says where to look
-first: the host looks everywhere now and then. Tickets have 64 bits and are compared by the
-difference of the low 32, so they may wrap.
+many programs write at once. READ moves past what the host has taken: a full queue waits for the
+host alone, never for a copy, which may need an SM that the waiting programs hold. The host has
+descriptors carried out in order, and DONE, for which ``quiet`` waits, moves past what has arrived.
+BELL only says where to look first: the host looks everywhere now and then. Tickets have 64 bits and
+are compared by the difference of the low 32, so they may wrap.
 """
 
 # Words of the context tensor, a row for each peer.
 QUEUE = 0  # address of the ring
-READ = 1  # address of the number of descriptors that are done
+READ = 1  # address of the number of descriptors that the host has taken
 WRITE = 2  # address of the next ticket
 BELL = 3  # address of the doorbell
 SLOTS = 4  # descriptors in the ring
 RECORD = 5  # address of the record of waits (see watch.py)
 STAGE = 6  # what these waits are called there
+DONE = 7  # address of the number of descriptors that are done
 ROW = 8
 
 # Words of a descriptor.

@@ -6,6 +6,7 @@ Triton compiles from.
 """
 
 import copyreg
+import importlib
 import inspect
 import linecache
 import re
@@ -22,15 +23,17 @@ from triton.runtime.jit import JITFunction
 _OPTIONS = ("do_not_specialize", "do_not_specialize_on_alignment", "debug", "noinline")
 
 
-def _reduce(kernel: Any) -> Any:
+def reduce_kernel(kernel: Any) -> Any:
+    """How to pickle a kernel, for ``copyreg``."""
     fn = kernel.fn
     by_value = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
     module = sys.modules.get(fn.__module__)
     if fn.__module__ not in by_value and getattr(module, fn.__name__, None) is kernel:
         return getattr, (module, fn.__name__)
+    gluon = isinstance(kernel, JITFunction) and kernel.is_gluon()
     options = {name: getattr(kernel, name) for name in _OPTIONS if getattr(kernel, name, None)}
     path = fn.__code__.co_filename
-    return _restore, (fn, path, linecache.getlines(path), options, _modules(fn))
+    return _restore, (fn, path, linecache.getlines(path), options, _modules(fn), gluon)
 
 
 def _modules(fn: Callable[..., Any]) -> dict[str, Any]:
@@ -49,12 +52,14 @@ def _restore(
     lines: list[str],
     options: dict[str, Any],
     modules: dict[str, Any],
+    gluon: bool,
 ) -> Any:
     fn.__globals__.update(modules)
     linecache.cache[path] = (sum(map(len, lines)), None, lines, path)
     fn.__code__ = fn.__code__.replace(co_filename=path)
-    return triton.jit(fn, **options)
+    jit = importlib.import_module("triton.experimental.gluon").jit if gluon else triton.jit
+    return jit(fn, **options)
 
 
-copyreg.pickle(JITFunction, _reduce)
-copyreg.pickle(InterpretedFunction, _reduce)
+copyreg.pickle(JITFunction, reduce_kernel)
+copyreg.pickle(InterpretedFunction, reduce_kernel)

@@ -23,6 +23,10 @@ from iris.gluon import availability
 
 availability.check()
 
+import copyreg  # noqa: E402
+
+from triton.experimental.gluon._runtime import GluonJITFunction  # noqa: E402
+
 from iris.device.atomics import (  # noqa: E402
     atomic_add as atomic_add,
     atomic_and as atomic_and,
@@ -44,5 +48,8 @@ from iris.device.ops import (  # noqa: E402
     store as store,
     translate as translate,
 )
+from iris.device.pickling import reduce_kernel  # noqa: E402
 from iris.device.signals import signal as signal, wait as wait  # noqa: E402
 from iris.gluon import tma as tma  # noqa: E402
+
+copyreg.pickle(GluonJITFunction, reduce_kernel)  # kernels of scripts travel to ranks

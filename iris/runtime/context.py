@@ -196,11 +196,13 @@ class Iris(Creation, CopyEngine, RankLogging):
         """
         if stream is not None:
             stream.synchronize()
-        elif self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            self.watch.check(synchronized=True)
-        if self._engine is not None and stream is None:
-            self._engine.settle()
+        else:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            if self._engine is not None:
+                self._engine.settle()
+            if self.device.type == "cuda":
+                self.watch.check(synchronized=True)
         members = self.group(group)
         members.sync(_BARRIER, f"barrier of ranks {members.ranks}")
         if self.checks is not None:

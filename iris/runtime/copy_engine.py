@@ -1,6 +1,7 @@
 """The copy engine's part of the Iris class: copies to peers that use no SM of the GPU."""
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -171,10 +172,11 @@ class _Call:
         self._copies: list[Op] = []
         self._before: list[Op] = []
         self._after: list[Op] = []
-        if not (type(to_rank) is int and 0 <= to_rank < ctx.num_ranks):
+        self._used: list[Tensor] = []
+        if not (_whole(to_rank) and 0 <= to_rank < ctx.num_ranks):
             self.problems.append(f"to_rank={to_rank!r}: ranks are 0 to {ctx.num_ranks - 1}")
             self._peer = ctx.cur_rank
-        if not (type(channel) is int and 0 <= channel < CHANNELS):
+        if not (_whole(channel) and 0 <= channel < CHANNELS):
             self.problems.append(f"channel={channel!r}: channels are 0 to {CHANNELS - 1}")
 
     def same_layouts(self, source: Any, target: Any) -> None:
@@ -198,7 +200,7 @@ class _Call:
             self.problems.append(f"{name}: {_kind(tile)} has not 2 dims")
             return
         item, (rows, columns) = tile.element_size(), tile.shape
-        if type(stride) is not int or (rows > 1 and stride < columns * item):
+        if not _whole(stride) or (rows > 1 and stride < columns * item):
             row = f"a row of {_kind(tile)} has {columns * item} bytes"
             self.problems.append(f"stride {stride!r} of {name}: {row}")
             return
@@ -248,11 +250,12 @@ class _Call:
         key = self._peer, self._channel
         ops = [*self._before, *self._copies, *self._after]
         if ops:
-            self.engine.submit(key, ops)
+            self.engine.submit(key, ops, self._used)
             if not async_op:
                 self.engine.finish(key)
 
     def _copy(self, dst: int, strides: Sequence[int], source: Tensor) -> None:
+        self._used.append(source)
         try:
             self._copies += rectangles(
                 dst,
@@ -290,8 +293,8 @@ class _Call:
     def _address(self, name: str, ptr: Any) -> int | None:
         if isinstance(ptr, Tensor):
             return self._there(name, ptr) if self._here(name, ptr) else None
-        if type(ptr) is int:
-            return ptr
+        if _whole(ptr):
+            return int(ptr)
         self.problems.append(f"{name}: {type(ptr).__name__} is neither an address nor a tensor")
         return None
 
@@ -303,11 +306,15 @@ class _Call:
             self.problems.append(f"{name}: {_kind(flag)} is not {kinds}")
             return False
         bits = 8 * flag.itemsize
-        if type(value) is not int or not -(1 << (bits - 1)) <= value < 1 << bits:
+        if not _whole(value) or not -(1 << (bits - 1)) <= value < 1 << bits:
             title = name.replace("flag", "value")
             self.problems.append(f"{title}={value!r}: no integer of {bits} bits")
             return False
         return True
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _kind(tensor: Tensor) -> str:

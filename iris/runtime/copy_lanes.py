@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from iris import config
 from iris.errors import IrisError, TimeoutError
@@ -66,14 +67,24 @@ class Mark:
     add: bool
 
 
+@dataclass(frozen=True)
+class _Keep:
+    """Keeps tensors alive for what comes before it in the lane."""
+
+    tensors: tuple[Tensor, ...]
+
+
 Op = Wait | Rectangle | Mark
 
 
 class Lanes(Protocol):
     """What a kind of rank implements."""
 
-    def submit(self, key: Key, ops: Sequence[Op]) -> None:
-        """Append to a lane, after the work of the current stream so far."""
+    def submit(self, key: Key, ops: Sequence[Op], used: Sequence[Tensor]) -> None:
+        """Append to a lane, after the work of the current stream so far.
+
+        The memory of ``used`` stays as it is until then.
+        """
 
     def finish(self, key: Key, check: Check) -> None:
         """Return when the lane is empty; in a capture, make the current stream wait for it.
@@ -84,6 +95,12 @@ class Lanes(Protocol):
     def advance(self) -> bool:
         """Called again and again on the engine's thread. Return whether anything went on."""
 
+    def enter_thread(self) -> None:
+        """Called first on the engine's thread."""
+
+    def perform(self, peer: int, ops: Sequence[Rectangle | Mark], now: bool = False) -> None:
+        """Carry out what kernels asked for, in order, or ``now``; on the engine's thread."""
+
     def waiting(self) -> bool:
         """Return whether some lane waits for a flag."""
 
@@ -92,6 +109,9 @@ class Lanes(Protocol):
 
     def give_up(self) -> None:
         """End all waits: nobody will look at the results any more."""
+
+    def close(self) -> None:
+        """Let go of what lanes are made of, when all are empty."""
 
 
 def patiently(done: Callable[[], bool], check: Check, what: str) -> None:
@@ -109,7 +129,7 @@ def patiently(done: Callable[[], bool], check: Check, what: str) -> None:
 
 @dataclass
 class _Lane:
-    ops: deque[Op] = field(default_factory=deque)
+    ops: deque[Op | _Keep] = field(default_factory=deque)
     submitted: int = 0
     finished: int = 0
     since: float | None = None  # when the wait at its head began
@@ -123,11 +143,11 @@ class HostLanes:
         self._lanes: dict[Key, _Lane] = {}
         self._lock = threading.Lock()
 
-    def submit(self, key: Key, ops: Sequence[Op]) -> None:
+    def submit(self, key: Key, ops: Sequence[Op], used: Sequence[Tensor]) -> None:
         with self._lock:
             lane = self._lanes.setdefault(key, _Lane())
-            lane.ops.extend(ops)
-            lane.submitted += len(ops)
+            lane.ops.extend((*ops, _Keep(tuple(used))))
+            lane.submitted += len(ops) + 1
         self._wake()
 
     def finish(self, key: Key, check: Check) -> None:
@@ -158,7 +178,7 @@ class HostLanes:
             lane.finished += 1
         return lane.finished > before
 
-    def _try(self, lane: _Lane, op: Op) -> bool:
+    def _try(self, lane: _Lane, op: Op | _Keep) -> bool:
         if isinstance(op, Wait):
             seen = _word(op.address, op.wide).value
             lane.since = lane.since or time.monotonic()
@@ -167,13 +187,22 @@ class HostLanes:
                     raise op.late(seen)
                 return False
             lane.since = None
-        else:
-            perform(op)
+        elif not isinstance(op, _Keep):
+            _perform(op)
         return True
 
+    def enter_thread(self) -> None:
+        pass
 
-def perform(op: Rectangle | Mark) -> None:
-    """Carry out ``op`` with this thread."""
+    def perform(self, peer: int, ops: Sequence[Rectangle | Mark], now: bool = False) -> None:
+        for op in ops:
+            _perform(op)
+
+    def close(self) -> None:
+        self._lanes.clear()
+
+
+def _perform(op: Rectangle | Mark) -> None:
     if isinstance(op, Mark):
         _mark(op)
         return
@@ -219,6 +248,9 @@ class StreamLanes:
     SM; while a graph is captured, and for signals that add, they are kernels of one warp. The
     device bounds a kernel's wait (NOTE [Bounded waits] in watch.py); the other kind is bounded by
     ``advance``, which satisfies a wait that ran out, so that the stream is not stuck, and raises.
+
+    Streams of one priority may share a hardware queue, where one that waits holds up the others. So
+    lanes have a priority of their own, and so has the stream that gets them out of a wait.
     """
 
     def __init__(self, ctx: "Iris") -> None:
@@ -231,17 +263,18 @@ class StreamLanes:
         self._wait_kernel, self._signal_kernel = wait_kernel, signal_kernel
         self._watch = ctx.watch
         self._stages: dict[str, int] = {}
-        self._rescue = self._new_stream()
+        self._urgent = self._new_stream(-2)
+        self._old, self._new = torch.zeros(2, dtype=torch.int64, pin_memory=True)
         self._memory_ops = False
 
     def prepare(self, flag: int) -> None:
         """Load the kernels, and see what the driver can do with the word at ``flag``."""
         stage = self._watch.stage("copy engine", ())
-        with torch.cuda.stream(self._rescue):
+        with torch.cuda.stream(self._urgent):
             for value in (0, 1 << 40):  # Triton compiles for int32 and for int64
-                self._signal(Mark(flag, value, True, True), self._rescue, kernel=True)
+                self._signal(Mark(flag, value, True, True), self._urgent, kernel=True)
                 self._wait_kernel[(1,)](flag, value, 1, self._watch.record, stage, -1, num_warps=1)
-        handle = self._rescue.cuda_stream
+        handle = self._urgent.cuda_stream
         try:
             for wide in (False, True):
                 self._driver.write(flag, 0, wide, handle)
@@ -249,21 +282,27 @@ class StreamLanes:
             self._memory_ops = True
         except IrisError:
             pass  # the kernels do it
-        self._rescue.synchronize()
+        self._urgent.synchronize()
 
     def enter_thread(self) -> None:
-        """Make the calling thread able to issue work beside others that capture graphs."""
         torch.cuda.set_device(self._device)
-        self._driver.allow_captures()
+        self._driver.capture_mode()
 
-    def submit(self, key: Key, ops: Sequence[Op]) -> None:
+    def close(self) -> None:
+        for stream in (self._urgent, *self._streams.values()):
+            self._driver.close_stream(stream.cuda_stream)
+        self._streams.clear()
+
+    def submit(self, key: Key, ops: Sequence[Op], used: Sequence[Tensor]) -> None:
         stream = self._stream(key)
+        for tensor in used:
+            tensor.record_stream(stream)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         self.issue(stream, ops, torch.cuda.is_current_stream_capturing())
 
-    def perform(self, peer: int, ops: Sequence[Op]) -> None:
-        """Issue what kernels asked for; on the engine's thread."""
-        self.issue(self._stream((peer, DEVICE)), ops, capturing=False)
+    def perform(self, peer: int, ops: Sequence[Rectangle | Mark], now: bool = False) -> None:
+        stream = self._urgent if now else self._stream((peer, DEVICE))
+        self.issue(stream, ops, capturing=False)
 
     def issue(self, stream: torch.cuda.Stream, ops: Sequence[Op], capturing: bool) -> None:
         """Append ``ops`` to ``stream``."""
@@ -319,11 +358,14 @@ class StreamLanes:
 
     def _stream(self, key: Key) -> torch.cuda.Stream:
         if key not in self._streams:
-            self._streams[key] = self._new_stream()
+            self._streams[key] = self._new_stream(-1)
         return self._streams[key]
 
-    def _new_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.ExternalStream(self._driver.stream(), device=self._device)
+    def _new_stream(self, priority: int) -> torch.cuda.Stream:
+        mode = self._driver.capture_mode()
+        stream = self._driver.stream(priority)
+        self._driver.capture_mode(mode)
+        return torch.cuda.ExternalStream(stream, device=self._device)
 
     def _wait(self, op: Wait, stream: torch.cuda.Stream, capturing: bool) -> None:
         if capturing or not self._memory_ops:
@@ -348,10 +390,9 @@ class StreamLanes:
 
     def _satisfy(self, op: Wait) -> int:
         """Put the awaited value into a flag, so that its stream goes on; return what was there."""
-        nbytes = 8 if op.wide else 4
-        old = torch.zeros(1, dtype=torch.int64 if op.wide else torch.int32, pin_memory=True)
-        new = torch.full_like(old, signed(op.value, op.wide), pin_memory=True)
-        for dst, src in ((old.data_ptr(), op.address), (op.address, new.data_ptr())):
-            self._driver.copy(dst, src, nbytes, self._rescue.cuda_stream)
-        self._rescue.synchronize()
-        return int(old)
+        self._new.fill_(signed(op.value, wide=True))  # of these bytes, an int32 is the first four
+        old, new = self._old.data_ptr(), self._new.data_ptr()
+        for dst, src in ((old, op.address), (op.address, new)):
+            self._driver.copy(dst, src, 8 if op.wide else 4, self._urgent.cuda_stream)
+        self._urgent.synchronize()
+        return signed(int(self._old), op.wide)

@@ -23,7 +23,6 @@ from iris.runtime.copy_lanes import (
     Op,
     StreamLanes,
     patiently,
-    perform,
 )
 from iris.runtime.rectangles import Rectangle
 
@@ -48,11 +47,13 @@ class Engine:
         on_gpu = ctx.device.type == "cuda"
         self._ctx = ctx
         self._slots = slots
-        # READ and WRITE of every peer, and a word to try things on; kernels poll these.
-        words = ctx.heap.allocate(8 * (2 * world + 1), internal=True).tensor.view(torch.int64)
+        # READ, DONE and WRITE of every peer, and a word to try things on; kernels poll these.
+        words = ctx.heap.allocate(8 * (3 * world + 1), internal=True).tensor.view(torch.int64)
         words.zero_()
-        self._done, self._tickets = words[:world], words[world : 2 * world]
-        self._done_at = [word.data_ptr() for word in self._done]
+        self._taken, self._done, self._tickets = words[:-1].view(3, world)
+        self._taken_at, self._done_at = (
+            [word.data_ptr() for word in counters] for counters in (self._taken, self._done)
+        )
         host = torch.zeros(world * (slots * WORDS + 1), dtype=torch.int64, pin_memory=on_gpu)
         self._rings = host[world:].view(world, slots, WORDS)
         self._bells = host[:world]
@@ -64,7 +65,8 @@ class Engine:
         self.lanes: HostLanes | StreamLanes
         if on_gpu:
             self.lanes = StreamLanes(ctx)
-            self.lanes.prepare(words[2 * world :].data_ptr())
+            torch.cuda.synchronize(ctx.device)
+            self.lanes.prepare(words[-1:].data_ptr())
         else:
             self.lanes = HostLanes(self.wake)
         self.error: IrisError | None = None
@@ -76,10 +78,10 @@ class Engine:
         self._thread.start()
         ctx.world.sync(0, "start the copy engine")
 
-    def submit(self, key: Key, ops: Sequence[Op]) -> None:
+    def submit(self, key: Key, ops: Sequence[Op], used: Sequence[Tensor]) -> None:
         """Append to a lane (see copy_lanes.py)."""
         self.check()
-        self.lanes.submit(key, ops)
+        self.lanes.submit(key, ops, used)
 
     def finish(self, key: Key) -> None:
         """Wait for a lane."""
@@ -119,29 +121,29 @@ class Engine:
         self.wake()
         self._thread.join(config.timeout())
         self.lanes.give_up()
+        if not abandon:
+            self.lanes.close()
 
     def restart(self, ticket: int) -> None:
         """Let every queue go on with number ``ticket``; for tests, when none is in use."""
         self._next = [ticket] * len(self._next)
-        self._done.fill_(ticket)
-        self._tickets.fill_(ticket)
+        for counters in (self._taken, self._done, self._tickets):
+            counters.fill_(ticket)
 
     def _rows(self) -> Tensor:
         watch, world = self._ctx.watch, self._ctx.num_ranks
         stage = watch.stage("the copy engine's queue", range(world))
         rows = torch.zeros(world, ROW, dtype=torch.int64)
         for peer in range(world):
-            places = self._rings[peer], self._done[peer], self._tickets[peer], self._bells[peer]
-            addresses = [place.data_ptr() for place in places]
-            rows[peer, :-1] = torch.tensor(
-                [*addresses, self._slots, watch.record.data_ptr(), stage]
-            )
+            tables = self._rings, self._taken, self._tickets, self._bells
+            addresses = [table[peer].data_ptr() for table in tables]
+            others = self._slots, watch.record.data_ptr(), stage, self._done_at[peer]
+            rows[peer] = torch.tensor([*addresses, *others])
         return rows.to(self._ctx.device)
 
     def _run(self) -> None:
         try:
-            if isinstance(self.lanes, StreamLanes):
-                self.lanes.enter_thread()
+            self.lanes.enter_thread()
             self._serve()
         except IrisError as error:
             self._fail(error)
@@ -191,13 +193,9 @@ class Engine:
             ops.append(self._decode(peer, words[OP:].tolist()))
         if not ops:
             return False
-        self._next[peer] = first + len(ops)
-        done = Mark(self._done_at[peer], self._next[peer], wide=True, add=False)
-        if isinstance(self.lanes, StreamLanes):
-            self.lanes.perform(peer, [*ops, done])
-        else:
-            for op in (*ops, done):
-                perform(op)
+        self._next[peer] = last = first + len(ops)
+        self.lanes.perform(peer, [Mark(self._taken_at[peer], last, wide=True, add=False)], now=True)
+        self.lanes.perform(peer, [*ops, Mark(self._done_at[peer], last, wide=True, add=False)])
         return True
 
     def _decode(self, peer: int, words: list[int]) -> Rectangle | Mark:

@@ -67,7 +67,8 @@ _CUDA = {
     "export": "cuIpcGetMemHandle",
     "open": "cuIpcOpenMemHandle_v2",
     "close": "cuIpcCloseMemHandle",
-    "stream": "cuStreamCreate",
+    "stream": "cuStreamCreateWithPriority",
+    "close_stream": "cuStreamDestroy_v2",
     "copy": "cuMemcpyAsync",
     "copy_rows": "cuMemcpy2DAsync_v2",
     "wait32": "cuStreamWaitValue32_v2",
@@ -82,7 +83,8 @@ _HIP = {
     "export": "hipIpcGetMemHandle",
     "open": "hipIpcOpenMemHandle",
     "close": "hipIpcCloseMemHandle",
-    "stream": "hipStreamCreateWithFlags",
+    "stream": "hipStreamCreateWithPriority",
+    "close_stream": "hipStreamDestroy",
     "copy": "hipMemcpyAsync",
     "copy_rows": "hipMemcpy2DAsync",
     "wait32": "hipStreamWaitValue32",
@@ -97,7 +99,8 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "export": (POINTER(_Handle), c_void_p),
     "open": (POINTER(c_void_p), _Handle, c_uint),
     "close": (c_void_p,),
-    "stream": (POINTER(c_void_p), c_uint),
+    "stream": (POINTER(c_void_p), c_uint, c_int),
+    "close_stream": (c_void_p,),
     "copy": (c_void_p, c_void_p, c_size_t, c_void_p),
     "copy_rows": (POINTER(_Rectangle), c_void_p),
     "wait32": (c_void_p, c_void_p, c_uint, c_uint),
@@ -165,11 +168,18 @@ class Driver:
         """Unmap what ``open`` returned."""
         self._calls["close"](address)
 
-    def stream(self) -> int:
-        """Return a new stream of the current device, independent of the default stream."""
+    def stream(self, priority: int) -> int:
+        """Return a new stream of the current device, independent of the default stream.
+
+        The lower its ``priority`` the sooner it is served; 0 is the default.
+        """
         pointer = c_void_p()
-        self._do("stream", byref(pointer), _INDEPENDENT, why="make a stream", help=None)
+        self._do("stream", byref(pointer), _INDEPENDENT, priority, why="make a stream", help=None)
         return pointer.value or 0
+
+    def close_stream(self, stream: int) -> None:
+        """Let go of what ``stream`` returned, once its work is done."""
+        self._calls["close_stream"](stream)
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Copy between any two places of memory, in the order of ``stream``."""
@@ -210,9 +220,14 @@ class Driver:
         args = (stream, address, value % (1 << bits), 0)
         self._do(f"write{bits}", *args, why="write from a stream", help=None)
 
-    def allow_captures(self) -> None:
-        """Let this thread work while other threads capture graphs, and not spoil them."""
-        self._do("capture_mode", byref(c_uint(_RELAXED)), why="set the capture mode", help=None)
+    def capture_mode(self, mode: int = _RELAXED) -> int:
+        """Set how this thread may work while graphs are captured; return how it might before.
+
+        By default it may do anything, and spoils no capture.
+        """
+        exchanged = c_uint(mode)
+        self._do("capture_mode", byref(exchanged), why="set the capture mode", help=None)
+        return exchanged.value
 
     def _do(self, call: str, *args: Any, why: str, help: str | None = _HELP) -> None:
         status = self._calls[call](*args)

@@ -253,7 +253,7 @@ def wrong_arguments():
         "help: copies go to this context's tensors (ctx.zeros, ctx.as_symmetric), element by "
         "element"
     )
-    alone = torch.ones(4, 6)
+    alone = torch.ones(4, 6, device=ctx.device)
     base, end = ctx.heap.bases[0], ctx.heap.bases[0] + ctx.heap._slab.nbytes
     half = ctx.zeros(1, dtype=torch.float16)
     ints = "one int32, int64, uint32 or uint64"
@@ -267,7 +267,7 @@ def wrong_arguments():
         (lambda: ctx.put(3, 1), ["from_tensor: int is no strided tensor"]),
         (
             lambda: ctx.put(x.to("meta"), 1),
-            ["from_tensor: on meta, this rank is on cpu"],
+            [f"from_tensor: on meta, this rank is on {ctx.device}"],
         ),
         (lambda: ctx.put(x, 1, channel=16), ["channel=16: channels are 0 to 15"]),
         (lambda: ctx.put(x, 1, wait_flag=flag), [both]),
@@ -278,7 +278,7 @@ def wrong_arguments():
         ),
         (lambda: ctx.put(x, 1, signal_flag=y), [f"signal_flag: float16[4, 6] is not {ints}"]),
         (
-            lambda: ctx.put(x, 1, signal_flag=torch.zeros(1, dtype=torch.int64)),
+            lambda: ctx.put(x, 1, signal_flag=torch.zeros(1, dtype=torch.int64, device=ctx.device)),
             ["signal_flag: not on the symmetric heap"],
         ),
         (
