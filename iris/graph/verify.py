@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from iris.errors import GraphError, IrisError
 from iris.graph.congruence import congruence
 from iris.graph.nodes import Arg, Graph, Node, Ref, Value, walk
-from iris.graph.ops import InferContext, Local, TypedArg, effects, infer_node
+from iris.graph.ops import InferContext, Local, effects, infer_node
 from iris.graph.types import Mesh, TensorType
 
 
@@ -34,7 +35,7 @@ def infer_types(
     return infer_node(node.op, InferContext(mesh, place, node.loc), args, attrs, locals)
 
 
-def typed(arg: Arg, types: Mapping[str, TensorType]) -> TypedArg:
+def typed(arg: Arg, types: Mapping[str, TensorType]) -> Any:
     """``arg`` with the type in place of every use."""
     if isinstance(arg, Ref):
         return types[arg.name]

@@ -1,7 +1,8 @@
 """Ops by name, and the one entry to their type rules."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache, lru_cache
+from typing import Any
 
 from iris.errors import IrisError
 from iris.graph.nodes import Node
@@ -10,7 +11,17 @@ from iris.graph.ops.all_reduce import AllReduce
 from iris.graph.ops.all_to_all import AllToAll
 from iris.graph.ops.attention import ATTENTION
 from iris.graph.ops.axis_index import AxisIndex as AxisIndex
-from iris.graph.ops.base import Effect, InferContext, Local, Op, TypedArg, registry
+from iris.graph.ops.base import (
+    Args,
+    Attrs,
+    Effect,
+    InferContext,
+    Local,
+    Locals,
+    Op,
+    Types,
+    registry,
+)
 from iris.graph.ops.broadcast import Broadcast
 from iris.graph.ops.indexing import INDEXING
 from iris.graph.ops.matmul import PRODUCTS
@@ -24,7 +35,7 @@ from iris.graph.ops.reductions import REDUCTIONS
 from iris.graph.ops.rules import axes_of, group_size, shard_sizes
 from iris.graph.ops.stages import STAGES
 from iris.graph.ops.views import VIEWS
-from iris.graph.types import Mesh, TensorType
+from iris.graph.types import Mesh
 
 __all__ = [
     "COLLECTIVES",
@@ -34,7 +45,6 @@ __all__ = [
     "Local",
     "Op",
     "Output",
-    "TypedArg",
     "axes_of",
     "check_output",
     "check_outputs",
@@ -77,13 +87,7 @@ def get_op(name: str) -> Op:
     return found or FAMILIES.get(name.partition(".")[0]) or Opaque(name)
 
 
-def infer_node(
-    op: str,
-    ctx: InferContext,
-    args: Sequence[TypedArg],
-    attrs: Mapping[str, TypedArg],
-    locals: Sequence[Local],
-) -> tuple[TensorType, ...]:
+def infer_node(op: str, ctx: InferContext, args: Args, attrs: Attrs, locals: Locals) -> Types:
     """Types of the outputs of ``op``.
 
     ``args`` and ``attrs`` hold a `TensorType` where the node reads a value. ``locals`` is what
@@ -102,20 +106,14 @@ def _inferred(
     op: str,
     mesh: Mesh,
     place: tuple[tuple[str, int], ...],
-    args: tuple[TypedArg, ...],
-    attrs: tuple[tuple[str, TypedArg], ...],
+    args: tuple[Any, ...],
+    attrs: tuple[tuple[str, Any], ...],
     locals: tuple[Local, ...],
-) -> tuple[TensorType, ...]:
+) -> Types:
     return _infer(op, InferContext(mesh, dict(place)), args, dict(attrs), locals)
 
 
-def _infer(
-    op: str,
-    ctx: InferContext,
-    args: Sequence[TypedArg],
-    attrs: Mapping[str, TypedArg],
-    locals: Sequence[Local],
-) -> tuple[TensorType, ...]:
+def _infer(op: str, ctx: InferContext, args: Args, attrs: Attrs, locals: Locals) -> Types:
     rule = get_op(op)
     try:
         return rule.infer(ctx, args, attrs, locals)

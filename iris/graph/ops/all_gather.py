@@ -1,19 +1,15 @@
 """all_gather: every rank gets all shards."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import numpy as np
 
-from iris.graph.nodes import Node
-from iris.graph.ops.base import Effect, InferContext, Local, Op, PerRank, TypedArg, register
-from iris.graph.ops.groups import group_axes, group_dim, per_group, reject_partial
-from iris.graph.ops.rules import axes_of, group_size, refuse, settle, shard_sizes
+from iris.graph.ops.base import Attrs, InferContext, Local, Locals, PerRank, register
+from iris.graph.ops.groups import Collective, group_dim, reject_partial
+from iris.graph.ops.rules import group_size, refuse, settle, shard_sizes
 from iris.graph.types import Mesh, TensorType
 
 
 @register
-class AllGather(Op):
+class AllGather(Collective):
     """Give every rank of ``axis`` the whole of ``dim``: ``f32[8/tp, 4] -> f32[8, 4]``.
 
     A varying value is stacked as it is: ``f32[2, 4]~tp -> f32[8, 4]`` on four ranks; or, where the
@@ -21,21 +17,15 @@ class AllGather(Op):
     """
 
     name = "all_gather"
-    effects = frozenset({Effect.COMMUNICATES})
 
-    def infer(
-        self,
-        ctx: InferContext,
-        args: Sequence[TypedArg],
-        attrs: Mapping[str, TypedArg],
-        locals: Sequence[Local],
-    ) -> tuple[TensorType, ...]:
-        x, axes = args[0], group_axes(self.name, ctx, attrs)
+    def type_rule(
+        self, ctx: InferContext, x: TensorType, axes: tuple[str, ...], attrs: Attrs, locals: Locals
+    ) -> TensorType:
         dim = group_dim(self.name, ctx, x, attrs, "dim")
         reject_partial(self.name, ctx, x, axes)
         inner = x.spec[dim][len(x.spec[dim]) - len(axes) :]
         if inner == axes:
-            return (x.with_dim(dim, x.shape[dim], x.spec[dim][: -len(axes)]),)
+            return x.with_dim(dim, x.shape[dim], x.spec[dim][: -len(axes)])
         self._check_varying(ctx, x, axes, dim)
         size, shape = group_size(ctx.mesh, axes), ctx.local(x)
         rows = self._rows(ctx, axes, shape[dim], locals[0].shape[dim] if locals else None)
@@ -43,7 +33,7 @@ class AllGather(Op):
         dims = [*zip(x.shape, x.spec, strict=True)]
         dims[dim] = (rows if rows != shape[dim] * size else x.shape[dim] * size, x.spec[dim])
         lost = set(x.varying) - set(axes)
-        return (settle(ctx, dims, Local(x.dtype, stacked), x.partial, lost),)
+        return settle(ctx, dims, Local(x.dtype, stacked), x.partial, lost)
 
     def _rows(self, ctx: InferContext, axes: tuple[str, ...], held: int, told: int | None) -> int:
         """Rows after gathering ``held`` of each rank; ``told``, if this rank's shard of that many
@@ -78,10 +68,5 @@ class AllGather(Op):
             help="drop this all_gather, or gather a dim written `n/axis` in the type",
         )
 
-    def reference(
-        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
-    ) -> list[PerRank]:
-        def gather(shards: PerRank) -> PerRank:
-            return [np.concatenate(shards, axis=attrs["dim"])] * len(shards)
-
-        return [per_group(mesh, axes_of(attrs["axis"]), args[0], gather)]
+    def exchange(self, x: PerRank, attrs: Attrs, mesh: Mesh) -> PerRank:
+        return [np.concatenate(x, axis=attrs["dim"])] * len(x)

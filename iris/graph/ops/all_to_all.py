@@ -1,19 +1,17 @@
 """all_to_all: rank i's chunk j goes to rank j."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
-from iris.graph.nodes import Node
-from iris.graph.ops.base import Effect, InferContext, Local, Op, PerRank, TypedArg, register
-from iris.graph.ops.groups import cut, group_axes, group_dim, per_group, without_axes
+from iris.graph.ops.base import Attrs, InferContext, Locals, PerRank, register
+from iris.graph.ops.groups import Collective, cut, group_dim, without_axes
 from iris.graph.ops.rules import axes_of, group_size, refuse, shard_sizes
 from iris.graph.types import Mesh, TensorType
 
 
 @register
-class AllToAll(Op):
+class AllToAll(Collective):
     """Move a split from one dim to another: ``f32[8/tp, 4] -> f32[8, 4/tp]``.
 
     That is ``split_dim=1, concat_dim=0``. On any other value each rank sends chunk j of
@@ -22,26 +20,20 @@ class AllToAll(Op):
     """
 
     name = "all_to_all"
-    effects = frozenset({Effect.COMMUNICATES})
 
-    def infer(
-        self,
-        ctx: InferContext,
-        args: Sequence[TypedArg],
-        attrs: Mapping[str, TypedArg],
-        locals: Sequence[Local],
-    ) -> tuple[TensorType, ...]:
-        x, axes = args[0], group_axes(self.name, ctx, attrs)
+    def type_rule(
+        self, ctx: InferContext, x: TensorType, axes: tuple[str, ...], attrs: Attrs, locals: Locals
+    ) -> TensorType:
         split = group_dim(self.name, ctx, x, attrs, "split_dim")
         concat = group_dim(self.name, ctx, x, attrs, "concat_dim")
         inner = x.spec[concat][len(x.spec[concat]) - len(axes) :]
         if inner == axes and split != concat and not x.spec[split]:
             x = x.with_dim(concat, x.shape[concat], x.spec[concat][: -len(axes)])
-            return (x.with_dim(split, x.shape[split], axes),)
+            return x.with_dim(split, x.shape[split], axes)
         local, size = without_axes(self.name, ctx, x, axes), group_size(ctx.mesh, axes)
         if split != concat and not local.spec[split]:
             local = local.with_dim(concat, local.shape[concat] * size, local.spec[concat])
-            return (local.with_dim(split, local.shape[split], axes),)
+            return local.with_dim(split, local.shape[split], axes)
         if local.spec[split] or local.shape[split] % size:
             refuse(
                 ctx,
@@ -52,15 +44,10 @@ class AllToAll(Op):
         local = local.with_dim(split, local.shape[split] // size, ())
         local = local.with_dim(concat, local.shape[concat] * size, local.spec[concat])
         varying = (*local.varying, *axes)
-        return (TensorType(local.dtype, local.shape, local.spec, local.partial, varying),)
+        return replace(local, varying=varying)
 
-    def reference(
-        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
-    ) -> list[PerRank]:
-        axes, split, concat = axes_of(attrs["axis"]), attrs["split_dim"], attrs["concat_dim"]
-
-        def exchange(x: PerRank) -> PerRank:
-            chunks = [cut(a, shard_sizes(a.shape[split], mesh, axes), split) for a in x]
-            return [np.concatenate([row[j] for row in chunks], concat) for j in range(len(x))]
-
-        return [per_group(mesh, axes, args[0], exchange)]
+    def exchange(self, x: PerRank, attrs: Attrs, mesh: Mesh) -> PerRank:
+        split, concat = attrs["split_dim"], attrs["concat_dim"]
+        axes = axes_of(attrs["axis"])
+        chunks = [cut(a, shard_sizes(a.shape[split], mesh, axes), split) for a in x]
+        return [np.concatenate([row[j] for row in chunks], concat) for j in range(len(x))]

@@ -6,7 +6,16 @@ from typing import Any
 import numpy as np
 
 from iris.graph.nodes import Node
-from iris.graph.ops.base import Effect, InferContext, Local, Op, PerRank, TypedArg
+from iris.graph.ops.base import (
+    Args,
+    Attrs,
+    Effect,
+    InferContext,
+    Locals,
+    Op,
+    PerRank,
+    Types,
+)
 from iris.graph.ops.rules import Link, own_numbers, propagate, tensors
 from iris.graph.types import Mesh, TensorType
 
@@ -18,16 +27,7 @@ class Attention(Op):
     so does dropout.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name  # type: ignore[misc]
-
-    def infer(
-        self,
-        ctx: InferContext,
-        args: Sequence[TypedArg],
-        attrs: Mapping[str, TypedArg],
-        locals: Sequence[Local],
-    ) -> tuple[TensorType, ...]:
+    def infer(self, ctx: InferContext, args: Args, attrs: Attrs, locals: Locals) -> Types:
         q, k, v, *others = tensors(args, attrs)
         if _split_alike(q, k, v):
             heads: tuple[Link, ...] = (0, 1)
@@ -46,9 +46,7 @@ class Attention(Op):
     def effects_of(self, node: Node) -> frozenset[Effect]:
         return frozenset({Effect.RANDOM}) if _drops(node.args, node.kwargs) else self.effects
 
-    def reference(
-        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
-    ) -> list[PerRank]:
+    def reference(self, node: Node, args: Args, attrs: Attrs, mesh: Mesh) -> list[PerRank]:
         causal = attrs.get("is_causal", next((a for a in args[3:] if isinstance(a, bool)), False))
         mask = attrs.get("attn_mask")
         out: PerRank = []

@@ -1,12 +1,9 @@
 """axis_index: where a rank stands."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import numpy as np
 
 from iris.graph.nodes import Node
-from iris.graph.ops.base import InferContext, Local, Op, PerRank, TypedArg, register
+from iris.graph.ops.base import Args, Attrs, InferContext, Locals, Op, PerRank, Types, register
 from iris.graph.ops.groups import group_axes, groups
 from iris.graph.ops.rules import axes_of
 from iris.graph.types import Mesh, TensorType
@@ -18,18 +15,10 @@ class AxisIndex(Op):
 
     name = "axis_index"
 
-    def infer(
-        self,
-        ctx: InferContext,
-        args: Sequence[TypedArg],
-        attrs: Mapping[str, TypedArg],
-        locals: Sequence[Local],
-    ) -> tuple[TensorType, ...]:
+    def infer(self, ctx: InferContext, args: Args, attrs: Attrs, locals: Locals) -> Types:
         return (TensorType("i64", (), varying=group_axes(self.name, ctx, attrs)),)
 
-    def reference(
-        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
-    ) -> list[PerRank]:
+    def reference(self, node: Node, args: Args, attrs: Attrs, mesh: Mesh) -> list[PerRank]:
         index = {
             rank: np.asarray(place, np.int64)
             for ranks in groups(mesh, axes_of(attrs["axis"]))

@@ -7,7 +7,7 @@ lowering of an op lives in `iris.lower` under the same name.
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,10 @@ from iris.graph.nodes import Node
 from iris.graph.types import Mesh, TensorType
 
 # What a type rule sees of an argument: a type where the node reads a value, else the constant.
-TypedArg = Any
+# What a reference sees: a list over ranks, or the constant.
+Args = Sequence[Any]
+Attrs = Mapping[str, Any]
+Types = tuple[TensorType, ...]
 # A value on all ranks: one array a rank, in rank order (row-major over the mesh axes).
 PerRank = list[np.ndarray]
 
@@ -37,6 +40,9 @@ class Local:
     shape: tuple[int, ...]
 
 
+Locals = Sequence[Local]  # one an output
+
+
 @dataclass(frozen=True, slots=True)
 class InferContext:
     """Where types are inferred.
@@ -55,28 +61,23 @@ class InferContext:
 
 
 class Op:
-    """Base of every op. Subclasses are stateless; ``@register`` makes the one instance."""
+    """Base of every op. ``@register`` makes the one instance of a subclass with a name."""
 
-    name: ClassVar[str]
-    effects: ClassVar[frozenset[Effect]] = frozenset()
+    name: str
+    effects: frozenset[Effect] = frozenset()
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or self.name
 
     def effects_of(self, node: Node) -> frozenset[Effect]:
         """Effects of one node, where they depend on its arguments."""
         return self.effects
 
-    def infer(
-        self,
-        ctx: InferContext,
-        args: Sequence[TypedArg],
-        attrs: Mapping[str, TypedArg],
-        locals: Sequence[Local],
-    ) -> tuple[TensorType, ...]:
+    def infer(self, ctx: InferContext, args: Args, attrs: Attrs, locals: Locals) -> Types:
         """Types of the outputs. ``locals``: what tracing saw, or recorded types say, of each."""
         raise NotImplementedError
 
-    def reference(
-        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
-    ) -> list[PerRank]:
+    def reference(self, node: Node, args: Args, attrs: Attrs, mesh: Mesh) -> list[PerRank]:
         """Outputs on all ranks in numpy. An argument that is a value comes as a list over ranks."""
         raise GraphError(f"{self.name}: no numpy reference")
 

@@ -1,14 +1,15 @@
 """What the collectives share: groups of ranks over mesh axes, in types and in the reference."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
 
-from iris.graph.ops.base import InferContext, PerRank
+from iris.graph.nodes import Node
+from iris.graph.ops.base import Args, Attrs, Effect, InferContext, Locals, Op, PerRank, Types
 from iris.graph.ops.rules import Dim, axes_of, group_size, operand_names, refuse, shape_dim
 from iris.graph.types import Mesh, TensorType
 
@@ -19,6 +20,30 @@ REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "min": np.minimum,
 }
 """Reduce ops. ``avg`` divides the sum by the group's size; of integers it rounds toward zero."""
+
+
+class Collective(Op):
+    """Base of the ops over a group of ranks: what one group exchanges is what they differ in."""
+
+    effects = frozenset({Effect.COMMUNICATES})
+
+    def infer(self, ctx: InferContext, args: Args, attrs: Attrs, locals: Locals) -> Types:
+        axes = group_axes(self.name, ctx, attrs)
+        return (self.type_rule(ctx, args[0], axes, attrs, locals),)
+
+    def type_rule(
+        self, ctx: InferContext, x: TensorType, axes: tuple[str, ...], attrs: Attrs, locals: Locals
+    ) -> TensorType:
+        """Type of the result for operand ``x``."""
+        raise NotImplementedError
+
+    def reference(self, node: Node, args: Args, attrs: Attrs, mesh: Mesh) -> list[PerRank]:
+        exchange = partial(self.exchange, attrs=attrs, mesh=mesh)
+        return [per_group(mesh, axes_of(attrs["axis"]), args[0], exchange)]
+
+    def exchange(self, x: PerRank, attrs: Attrs, mesh: Mesh) -> PerRank:
+        """Results of one group's ranks, in group order."""
+        raise NotImplementedError
 
 
 def coordinates(mesh: Mesh) -> list[dict[str, int]]:
@@ -36,7 +61,7 @@ def groups(mesh: Mesh, axes: Sequence[str]) -> list[tuple[int, ...]]:
     return [tuple(rank for _, rank in sorted(members)) for members in table.values()]
 
 
-def group_axes(op: str, ctx: InferContext, attrs: Mapping[str, Any]) -> tuple[str, ...]:
+def group_axes(op: str, ctx: InferContext, attrs: Attrs) -> tuple[str, ...]:
     """The checked ``axis`` argument of a collective."""
     axes = axes_of(attrs["axis"])
     unknown = [axis for axis in axes if axis not in ctx.mesh.names]
@@ -46,7 +71,7 @@ def group_axes(op: str, ctx: InferContext, attrs: Mapping[str, Any]) -> tuple[st
     return axes
 
 
-def group_dim(op: str, ctx: InferContext, x: TensorType, attrs: Mapping[str, Any], key: str) -> int:
+def group_dim(op: str, ctx: InferContext, x: TensorType, attrs: Attrs, key: str) -> int:
     """The checked dim argument ``key`` of a collective, counted from the front."""
     dim, ndim = int(attrs[key]), len(x.shape)
     if not -ndim <= dim < ndim:

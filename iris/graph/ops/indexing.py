@@ -1,12 +1,12 @@
 """Ops that pick or place elements by index."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from iris.graph.nodes import Node
-from iris.graph.ops.base import InferContext, Local, Op, PerRank, TypedArg
+from iris.graph.ops.base import Args, Attrs, InferContext, Locals, Op, PerRank, Types
 from iris.graph.ops.rules import Link, aligned, propagate, shape_dim
 from iris.graph.types import Mesh, TensorType
 
@@ -17,46 +17,30 @@ class Embedding(Op):
     A table split over its rows gives a varying value: each rank looks up in its own rows.
     """
 
-    name: ClassVar[str] = "embedding"
+    name = "embedding"
 
-    def infer(
-        self,
-        ctx: InferContext,
-        args: Sequence[TypedArg],
-        attrs: Mapping[str, TypedArg],
-        locals: Sequence[Local],
-    ) -> tuple[TensorType, ...]:
+    def infer(self, ctx: InferContext, args: Args, attrs: Attrs, locals: Locals) -> Types:
         (local,), (table, index) = locals, args[:2]
         links = [(None, len(local.shape) - 1), tuple(range(len(index.shape)))]
         return (propagate(self.name, ctx, [table, index], links, local, ((0,),)),)
 
-    def reference(
-        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
-    ) -> list[PerRank]:
+    def reference(self, node: Node, args: Args, attrs: Attrs, mesh: Mesh) -> list[PerRank]:
         return [[table[index] for table, index in zip(args[0], args[1], strict=True)]]
 
 
 class IndexSelect(Op):
     """Slices along a dim, in the order of a list: ``f32[8, 4/tp], i64[3] -> f32[3, 4/tp]``."""
 
-    name: ClassVar[str] = "index_select"
+    name = "index_select"
 
-    def infer(
-        self,
-        ctx: InferContext,
-        args: Sequence[TypedArg],
-        attrs: Mapping[str, TypedArg],
-        locals: Sequence[Local],
-    ) -> tuple[TensorType, ...]:
+    def infer(self, ctx: InferContext, args: Args, attrs: Attrs, locals: Locals) -> Types:
         (local,), (x, dim, index) = locals, args[:3]
         dim = shape_dim(dim, len(x.shape))
         through: list[Link] = [None if d == dim else d for d in range(len(x.shape))]
         links: list[Sequence[Link]] = [through, [dim] * len(index.shape)]
         return (propagate(self.name, ctx, [x, index], links, local, ((0,),)),)
 
-    def reference(
-        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
-    ) -> list[PerRank]:
+    def reference(self, node: Node, args: Args, attrs: Attrs, mesh: Mesh) -> list[PerRank]:
         pairs = zip(args[0], args[2], strict=True)
         return [[np.take(x, index, axis=args[1]) for x, index in pairs]]
 
@@ -64,15 +48,9 @@ class IndexSelect(Op):
 class Gather(Op):
     """Elements along a dim, one an index: ``f32[8/tp, 4], i64[8/tp, 2] -> f32[8/tp, 2]``."""
 
-    name: ClassVar[str] = "gather"
+    name = "gather"
 
-    def infer(
-        self,
-        ctx: InferContext,
-        args: Sequence[TypedArg],
-        attrs: Mapping[str, TypedArg],
-        locals: Sequence[Local],
-    ) -> tuple[TensorType, ...]:
+    def infer(self, ctx: InferContext, args: Args, attrs: Attrs, locals: Locals) -> Types:
         (local,), (x, dim, index) = locals, args[:3]
         dim, sizes = shape_dim(dim, len(x.shape)), ctx.local(x)
         through: list[Link] = [
@@ -81,9 +59,7 @@ class Gather(Op):
         links = [through, tuple(range(len(index.shape)))]
         return (propagate(self.name, ctx, [x, index], links, local, ((0,),)),)
 
-    def reference(
-        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
-    ) -> list[PerRank]:
+    def reference(self, node: Node, args: Args, attrs: Attrs, mesh: Mesh) -> list[PerRank]:
         pairs = zip(args[0], args[2], strict=True)
         return [[np.take_along_axis(x, index, args[1]) for x, index in pairs]]
 
@@ -94,15 +70,9 @@ class Index(Op):
     Dims without an index pass through. Index tensors stand side by side, else nothing is known.
     """
 
-    name: ClassVar[str] = "index"
+    name = "index"
 
-    def infer(
-        self,
-        ctx: InferContext,
-        args: Sequence[TypedArg],
-        attrs: Mapping[str, TypedArg],
-        locals: Sequence[Local],
-    ) -> tuple[TensorType, ...]:
+    def infer(self, ctx: InferContext, args: Args, attrs: Attrs, locals: Locals) -> Types:
         (local,), (x, given) = locals, args[:2]
         places = [d for d, index in enumerate(given) if index is not None]
         indices = [given[d] for d in places]
@@ -121,9 +91,7 @@ class Index(Op):
             links.append([first + d if isinstance(d, int) else None for d in inside])
         return (propagate(self.name, ctx, [x, *indices], links, local, ((0,),)),)
 
-    def reference(
-        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
-    ) -> list[PerRank]:
+    def reference(self, node: Node, args: Args, attrs: Attrs, mesh: Mesh) -> list[PerRank]:
         out = []
         for rank, x in enumerate(args[0]):
             index = [slice(None) if i is None else i[rank] for i in args[1]]
@@ -142,25 +110,14 @@ class Placed(Op):
     is linear in the first and the last, what is replaced and by what.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name  # type: ignore[misc]
-
-    def infer(
-        self,
-        ctx: InferContext,
-        args: Sequence[TypedArg],
-        attrs: Mapping[str, TypedArg],
-        locals: Sequence[Local],
-    ) -> tuple[TensorType, ...]:
+    def infer(self, ctx: InferContext, args: Args, attrs: Attrs, locals: Locals) -> Types:
         (local,), operands = locals, [arg for arg in _flat(args) if isinstance(arg, TensorType)]
         links: list[Sequence[Link]] = [tuple(range(len(local.shape)))]
         links += [[None] * len(t.shape) for t in operands[1:]]
         linear = ((0, len(operands) - 1),)
         return (propagate(self.name, ctx, operands, links, local, linear),)
 
-    def reference(
-        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
-    ) -> list[PerRank]:
+    def reference(self, node: Node, args: Args, attrs: Attrs, mesh: Mesh) -> list[PerRank]:
         place = PLACING[self.name]
         out = []
         for rank, x in enumerate(args[0]):

@@ -1,13 +1,23 @@
 """matmul and the ATen products around it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
 from iris.graph.nodes import Node
-from iris.graph.ops.base import InferContext, Local, Op, PerRank, TypedArg, register
+from iris.graph.ops.base import (
+    Args,
+    Attrs,
+    InferContext,
+    Local,
+    Locals,
+    Op,
+    PerRank,
+    Types,
+    register,
+)
 from iris.graph.ops.numerics import numpy_dtype
 from iris.graph.ops.rules import (
     Link,
@@ -68,18 +78,10 @@ class Matmul(Op):
 
     name = "matmul"
 
-    def infer(
-        self,
-        ctx: InferContext,
-        args: Sequence[TypedArg],
-        attrs: Mapping[str, TypedArg],
-        locals: Sequence[Local],
-    ) -> tuple[TensorType, ...]:
+    def infer(self, ctx: InferContext, args: Args, attrs: Attrs, locals: Locals) -> Types:
         return (product_type(self.name, ctx, args[0], args[1], locals[0]),)
 
-    def reference(
-        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
-    ) -> list[PerRank]:
+    def reference(self, node: Node, args: Args, attrs: Attrs, mesh: Mesh) -> list[PerRank]:
         dtype = numpy_dtype(node.out.type.dtype)
         pairs = zip(args[0], args[1], strict=True)
         return [[np.asarray(np.matmul(a, b)).astype(dtype) for a, b in pairs]]
@@ -102,9 +104,7 @@ class IntMm(Matmul):
 
     name = "_int_mm"
 
-    def reference(
-        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
-    ) -> list[PerRank]:
+    def reference(self, node: Node, args: Args, attrs: Attrs, mesh: Mesh) -> list[PerRank]:
         wide = [[array.astype(np.int32) for array in arg] for arg in args]
         return super().reference(node, wide, attrs, mesh)
 
@@ -115,15 +115,9 @@ class Addmm(Op):
     Error where the product is partial: every rank would add the bias to its part.
     """
 
-    name: ClassVar[str] = "addmm"
+    name = "addmm"
 
-    def infer(
-        self,
-        ctx: InferContext,
-        args: Sequence[TypedArg],
-        attrs: Mapping[str, TypedArg],
-        locals: Sequence[Local],
-    ) -> tuple[TensorType, ...]:
+    def infer(self, ctx: InferContext, args: Args, attrs: Attrs, locals: Locals) -> Types:
         bias, a, b = args[:3]
         factors = replace(ctx, sources=ctx.sources[1:])
         product = product_type(self.name, factors, a, b, locals[0])
@@ -133,9 +127,7 @@ class Addmm(Op):
         links = [aligned(ctx.local(bias), locals[0].shape), tuple(range(len(product.shape)))]
         return (propagate(self.name, ctx, [bias, product], links, locals[0], ((0, 1),)),)
 
-    def reference(
-        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
-    ) -> list[PerRank]:
+    def reference(self, node: Node, args: Args, attrs: Attrs, mesh: Mesh) -> list[PerRank]:
         alpha, beta = attrs.get("alpha", 1), attrs.get("beta", 1)
         dtype = numpy_dtype(node.out.type.dtype)
         triples = zip(*args[:3], strict=True)
@@ -163,15 +155,9 @@ class ScaledMm(Op):
     operands may differ by rank. ``args``: a, b, scale_a, scale_b, bias, scale_result, out_dtype.
     """
 
-    name: ClassVar[str] = "_scaled_mm"
+    name = "_scaled_mm"
 
-    def infer(
-        self,
-        ctx: InferContext,
-        args: Sequence[TypedArg],
-        attrs: Mapping[str, TypedArg],
-        locals: Sequence[Local],
-    ) -> tuple[TensorType, ...]:
+    def infer(self, ctx: InferContext, args: Args, attrs: Attrs, locals: Locals) -> Types:
         product = product_type(self.name, ctx, args[0], args[1], locals[0])
         bias = at(args, 4, attrs.get("bias"))
         if isinstance(bias, TensorType) and product.partial:
@@ -186,9 +172,7 @@ class ScaledMm(Op):
             operands.append(replace(t, varying=varying))
         return (propagate(self.name, ctx, operands, links, locals[0], ((0,),)),)
 
-    def reference(
-        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
-    ) -> list[PerRank]:
+    def reference(self, node: Node, args: Args, attrs: Attrs, mesh: Mesh) -> list[PerRank]:
         dtype, bias = numpy_dtype(node.out.type.dtype), at(args, 4, attrs.get("bias"))
         out = []
         for rank, (a, b, scale_a, scale_b) in enumerate(zip(*args[:4], strict=True)):

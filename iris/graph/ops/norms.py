@@ -1,12 +1,11 @@
 """Normalisations over the last dims."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from iris.graph.nodes import Node
-from iris.graph.ops.base import InferContext, Local, Op, PerRank, TypedArg
+from iris.graph.ops.base import Args, Attrs, InferContext, Locals, Op, PerRank, Types
 from iris.graph.ops.rules import Link, at, propagate
 from iris.graph.types import Mesh, TensorType
 
@@ -19,16 +18,10 @@ class LastDimsNorm(Op):
     """
 
     def __init__(self, name: str, centred: bool) -> None:
-        self.name = name  # type: ignore[misc]
+        super().__init__(name)
         self.centred = centred
 
-    def infer(
-        self,
-        ctx: InferContext,
-        args: Sequence[TypedArg],
-        attrs: Mapping[str, TypedArg],
-        locals: Sequence[Local],
-    ) -> tuple[TensorType, ...]:
+    def infer(self, ctx: InferContext, args: Args, attrs: Attrs, locals: Locals) -> Types:
         x, shape = args[:2]
         outer = len(x.shape) - len(shape)
         weights = [arg for arg in args[2:] if isinstance(arg, TensorType)]
@@ -38,9 +31,7 @@ class LastDimsNorm(Op):
         ]
         return tuple(propagate(self.name, ctx, [x, *weights], links, local) for local in locals)
 
-    def reference(
-        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
-    ) -> list[PerRank]:
+    def reference(self, node: Node, args: Args, attrs: Attrs, mesh: Mesh) -> list[PerRank]:
         axes = tuple(range(-len(args[1]), 0))
         weight, bias = at(args, 2), at(args, 3) if self.centred else None
         eps = at(args, 4 if self.centred else 3)

@@ -1,12 +1,12 @@
 """Ops known by their inputs only, makers of constants, and ops that draw random numbers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from iris.graph.nodes import Node
-from iris.graph.ops.base import Effect, InferContext, Local, Op, PerRank, TypedArg
+from iris.graph.ops.base import Args, Attrs, Effect, InferContext, Locals, Op, PerRank, Types
 from iris.graph.ops.numerics import numpy_dtype
 from iris.graph.ops.rules import Link, group_size, own_numbers, propagate, tensors
 from iris.graph.types import Mesh, TensorType
@@ -20,17 +20,11 @@ class Opaque(Op):
     """
 
     def __init__(self, name: str) -> None:
-        self.name = name  # type: ignore[misc]
+        super().__init__(name)
         if "::" in name:
-            self.effects = frozenset({Effect.UNKNOWN})  # type: ignore[misc]
+            self.effects = frozenset({Effect.UNKNOWN})
 
-    def infer(
-        self,
-        ctx: InferContext,
-        args: Sequence[TypedArg],
-        attrs: Mapping[str, TypedArg],
-        locals: Sequence[Local],
-    ) -> tuple[TensorType, ...]:
+    def infer(self, ctx: InferContext, args: Args, attrs: Attrs, locals: Locals) -> Types:
         operands = list(tensors(args, attrs))
         links: list[Sequence[Link]] = [[None] * len(t.shape) for t in operands]
         return tuple(propagate(self.name, ctx, operands, links, local) for local in locals)
@@ -43,21 +37,13 @@ class Factory(Op):
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self.name = name  # type: ignore[misc]
+        super().__init__(name)
         self.function = function
 
-    def infer(
-        self,
-        ctx: InferContext,
-        args: Sequence[TypedArg],
-        attrs: Mapping[str, TypedArg],
-        locals: Sequence[Local],
-    ) -> tuple[TensorType, ...]:
+    def infer(self, ctx: InferContext, args: Args, attrs: Attrs, locals: Locals) -> Types:
         return tuple(TensorType(local.dtype, local.shape) for local in locals)
 
-    def reference(
-        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
-    ) -> list[PerRank]:
+    def reference(self, node: Node, args: Args, attrs: Attrs, mesh: Mesh) -> list[PerRank]:
         type = node.out.type
         made = np.asarray(self.function(type.shape, args)).astype(numpy_dtype(type.dtype))
         return [[made] * group_size(mesh, mesh.names)]
@@ -92,16 +78,7 @@ class Random(Op):
 
     effects = frozenset({Effect.RANDOM})
 
-    def __init__(self, name: str) -> None:
-        self.name = name  # type: ignore[misc]
-
-    def infer(
-        self,
-        ctx: InferContext,
-        args: Sequence[TypedArg],
-        attrs: Mapping[str, TypedArg],
-        locals: Sequence[Local],
-    ) -> tuple[TensorType, ...]:
+    def infer(self, ctx: InferContext, args: Args, attrs: Attrs, locals: Locals) -> Types:
         operands = list(tensors(args, attrs))
         types = []
         for local in locals:

@@ -1,13 +1,22 @@
 """Elementwise ops of ATen: one table of names, numpy functions, and where each is linear."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from iris.graph.nodes import Node
 from iris.graph.ops import numerics as nm
-from iris.graph.ops.base import InferContext, Local, Op, PerRank, TypedArg
+from iris.graph.ops.base import (
+    Args,
+    Attrs,
+    InferContext,
+    Local,
+    Locals,
+    Op,
+    PerRank,
+    Types,
+)
 from iris.graph.ops.rules import Linear, aligned, propagate
 from iris.graph.types import Mesh, TensorType
 
@@ -87,26 +96,18 @@ class Pointwise(Op):
     """
 
     def __init__(self, name: str, function: Function, linear: Linear = ()) -> None:
-        self.name = name  # type: ignore[misc]
+        super().__init__(name)
         self.function = function
         self.linear = linear
 
-    def infer(
-        self,
-        ctx: InferContext,
-        args: Sequence[TypedArg],
-        attrs: Mapping[str, TypedArg],
-        locals: Sequence[Local],
-    ) -> tuple[TensorType, ...]:
+    def infer(self, ctx: InferContext, args: Args, attrs: Attrs, locals: Locals) -> Types:
         (local,) = locals
         operands = [arg if isinstance(arg, TensorType) else None for arg in args]
         links = [() if t is None else aligned(ctx.local(t), local.shape) for t in operands]
         linear = self._linear_for(args, attrs, local)
         return (propagate(self.name, ctx, operands, links, local, linear),)
 
-    def _linear_for(
-        self, args: Sequence[TypedArg], attrs: Mapping[str, TypedArg], local: Local
-    ) -> Linear:
+    def _linear_for(self, args: Args, attrs: Attrs, local: Local) -> Linear:
         """Rounding takes the linearity away: casts to integers, division with a rounding mode."""
         if attrs.get("rounding_mode") is not None:
             return ()
@@ -115,9 +116,7 @@ class Pointwise(Op):
             return ()
         return self.linear
 
-    def reference(
-        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
-    ) -> list[PerRank]:
+    def reference(self, node: Node, args: Args, attrs: Attrs, mesh: Mesh) -> list[PerRank]:
         options = {key: value for key, value in attrs.items() if key not in STORAGE}
         dtype, ranks = (
             nm.numpy_dtype(node.out.type.dtype),
@@ -141,13 +140,7 @@ class Like(Pointwise):
     Also of a partial value: the constant is not its part.
     """
 
-    def infer(
-        self,
-        ctx: InferContext,
-        args: Sequence[TypedArg],
-        attrs: Mapping[str, TypedArg],
-        locals: Sequence[Local],
-    ) -> tuple[TensorType, ...]:
+    def infer(self, ctx: InferContext, args: Args, attrs: Attrs, locals: Locals) -> Types:
         x: TensorType = args[0]
         whole = TensorType(x.dtype, x.shape, x.spec, (), x.varying)
         return super().infer(ctx, [whole, *args[1:]], attrs, locals)

@@ -7,10 +7,18 @@ from typing import Any
 import numpy as np
 
 from iris.graph.nodes import Node
-from iris.graph.ops.base import InferContext, Local, Op, PerRank, TypedArg
+from iris.graph.ops.base import (
+    Args,
+    Attrs,
+    InferContext,
+    Locals,
+    Op,
+    PerRank,
+    Types,
+)
 from iris.graph.ops.numerics import numpy_dtype
 from iris.graph.ops.rules import Linear, Link, at, propagate, shape_dim, tensors
-from iris.graph.types import Mesh, TensorType
+from iris.graph.types import Mesh
 
 FIRST: Linear = ((0,),)
 
@@ -36,7 +44,7 @@ class Reduction(Op):
     """
 
     def __init__(self, name: str, mixing: Mixing) -> None:
-        self.name = name  # type: ignore[misc]
+        super().__init__(name)
         self.mixing = mixing
 
     def mixed_dims(
@@ -50,13 +58,7 @@ class Reduction(Op):
         listed = given if isinstance(given, tuple | list) else (given,)
         return tuple(shape_dim(d, ndim) for d in listed)
 
-    def infer(
-        self,
-        ctx: InferContext,
-        args: Sequence[TypedArg],
-        attrs: Mapping[str, TypedArg],
-        locals: Sequence[Local],
-    ) -> tuple[TensorType, ...]:
+    def infer(self, ctx: InferContext, args: Args, attrs: Attrs, locals: Locals) -> Types:
         operands = list(tensors(args))
         ndim = len(operands[0].shape)
         mixed = self.mixed_dims(args, attrs, ndim)
@@ -73,9 +75,7 @@ class Reduction(Op):
             types.append(propagate(self.name, ctx, operands, all_links, local, self.mixing.linear))
         return tuple(types)
 
-    def reference(
-        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
-    ) -> list[PerRank]:
+    def reference(self, node: Node, args: Args, attrs: Attrs, mesh: Mesh) -> list[PerRank]:
         outs: list[PerRank] = [[] for _ in node.outputs]
         for array in args[0]:
             dims = self.mixed_dims(args, attrs, array.ndim)

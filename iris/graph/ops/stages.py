@@ -1,12 +1,19 @@
 """Fused stages: nodes whose body is the very nodes they replace."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from iris.errors import GraphError
 from iris.graph.nodes import Node
-from iris.graph.ops.base import Effect, InferContext, Local, Op, PerRank, TypedArg, register
-from iris.graph.types import Mesh, TensorType
+from iris.graph.ops.base import (
+    Args,
+    Attrs,
+    Effect,
+    InferContext,
+    Locals,
+    Op,
+    PerRank,
+    Types,
+    register,
+)
+from iris.graph.types import Mesh
 
 
 class Stage(Op):
@@ -14,18 +21,10 @@ class Stage(Op):
 
     effects = frozenset({Effect.COMMUNICATES})
 
-    def infer(
-        self,
-        ctx: InferContext,
-        args: Sequence[TypedArg],
-        attrs: Mapping[str, TypedArg],
-        locals: Sequence[Local],
-    ) -> tuple[TensorType, ...]:
+    def infer(self, ctx: InferContext, args: Args, attrs: Attrs, locals: Locals) -> Types:
         raise GraphError(f"{self.name}: the types of a stage are those of its body")
 
-    def reference(
-        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
-    ) -> list[PerRank]:
+    def reference(self, node: Node, args: Args, attrs: Attrs, mesh: Mesh) -> list[PerRank]:
         from iris.graph.reference import run_body
 
         return run_body(node, args, mesh)

@@ -1,13 +1,13 @@
 """Ops that move elements and do not change them: views, permutations, slices, joins."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from iris.graph.nodes import Node
-from iris.graph.ops.base import InferContext, Local, Op, PerRank, TypedArg
+from iris.graph.ops.base import Args, Attrs, InferContext, Local, Locals, Op, PerRank, Types
 from iris.graph.ops.groups import coordinates
 from iris.graph.ops.rules import (
     Dim,
@@ -198,17 +198,11 @@ class View(Op):
     """
 
     def __init__(self, name: str, dims: DimRule, function: Function) -> None:
-        self.name = name  # type: ignore[misc]
+        super().__init__(name)
         self.dims = dims
         self.function = function
 
-    def infer(
-        self,
-        ctx: InferContext,
-        args: Sequence[TypedArg],
-        attrs: Mapping[str, TypedArg],
-        locals: Sequence[Local],
-    ) -> tuple[TensorType, ...]:
+    def infer(self, ctx: InferContext, args: Args, attrs: Attrs, locals: Locals) -> Types:
         x: TensorType = args[0]
         if x.is_replicated:
             return tuple(TensorType(local.dtype, local.shape) for local in locals)
@@ -217,9 +211,7 @@ class View(Op):
             redimmed(ctx, x, self.dims(ctx, x, rest, local.shape), local) for local in locals
         )
 
-    def reference(
-        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
-    ) -> list[PerRank]:
+    def reference(self, node: Node, args: Args, attrs: Attrs, mesh: Mesh) -> list[PerRank]:
         outs: list[PerRank] = [[] for _ in node.outputs]
         rest = (*args[1:], *attrs.values())
         for coord, array in zip(coordinates(mesh), args[0], strict=True):
@@ -236,16 +228,7 @@ class Join(Op):
     split.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name  # type: ignore[misc]
-
-    def infer(
-        self,
-        ctx: InferContext,
-        args: Sequence[TypedArg],
-        attrs: Mapping[str, TypedArg],
-        locals: Sequence[Local],
-    ) -> tuple[TensorType, ...]:
+    def infer(self, ctx: InferContext, args: Args, attrs: Attrs, locals: Locals) -> Types:
         (local,), parts = locals, list(tensors(args[:1]))
         dim = shape_dim(at(args, 1, attrs.get("dim", 0)), len(local.shape))
         links: list[Sequence[Link]]
@@ -268,9 +251,7 @@ class Join(Op):
         grown = [t.with_dim(dim, size, t.spec[dim]) for t in parts]
         return propagate(self.name, ctx, grown, links, local, (tuple(range(len(parts))),))
 
-    def reference(
-        self, node: Node, args: Sequence[Any], attrs: Mapping[str, Any], mesh: Mesh
-    ) -> list[PerRank]:
+    def reference(self, node: Node, args: Args, attrs: Attrs, mesh: Mesh) -> list[PerRank]:
         join = np.stack if self.name == "stack" else np.concatenate
         dim, by_rank = at(args, 1, attrs.get("dim", 0)), zip(*args[0], strict=True)
         return [[join(arrays, axis=dim) for arrays in by_rank]]
