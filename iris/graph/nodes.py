@@ -20,9 +20,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A constant that is not a Python number: a dtype, a layout, the program's device. Printed
-    ``:f32``.
-    """
+    """A constant that is no Python number (a dtype, a layout, the device), printed ``:f32``."""
 
     text: str
 
@@ -41,9 +39,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One operation: ``outputs = op(*args, **attrs)``, made at the user's line ``loc``
-    (``mlp.py:9``).
-    """
+    """``outputs = op(*args, **attrs)``, made at the user's line ``loc`` (``mlp.py:9``)."""
 
     op: str
     args: tuple[Arg, ...]

@@ -51,9 +51,7 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """dtype, global shape and distribution of a value. ``spec[d]`` names the axes that split dim
-    d.
-    """
+    """dtype, global shape and distribution; ``spec[d]`` names the axes that split dim d."""
 
     dtype: str
     shape: tuple[int, ...]

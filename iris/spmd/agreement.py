@@ -1,6 +1,4 @@
-"""What ranks must agree on before a program runs: arguments that fit together, one graph, no
-failure.
-"""
+"""What ranks agree on before a program runs: arguments that fit, one graph, no failure."""
 
 import itertools
 import zlib
@@ -113,9 +111,7 @@ Shape = tuple[str, tuple[int, ...]]
 def resolve_types(
     name: str, leaves: Sequence[Leaf], mesh: ProgramMesh, shapes: Sequence[Sequence[Shape]]
 ) -> list[TensorType]:
-    """Global types from every rank's local shapes. SpecError, the same on all ranks, lists every
-    shard that misfits.
-    """
+    """Global types from all ranks' local shapes. SpecError lists every shard that misfits."""
     places = list(itertools.product(*(range(n) for _, n in mesh.shape.axes)))
     coords = [dict(zip(mesh.shape.names, place, strict=True)) for place in places]
     types, wrong = [], []

@@ -1,6 +1,4 @@
-"""One call's arguments in canonical form: tensors apart, everything else in a key, and the way
-back.
-"""
+"""One call's arguments in canonical form, tensors apart and all else in a key, and back."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -40,9 +38,7 @@ class Bound:
 
 
 class Binder:
-    """Binds calls of one function, so that the same call gives the same key however it is
-    written.
-    """
+    """Binds calls of one function: the same call has the same key however it is written."""
 
     def __init__(
         self, fn: Callable[..., Any], name: str, static_argnames: Sequence[str], skip: int
@@ -63,9 +59,7 @@ class Binder:
             )
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
-        """Canonical form of a call. TypeError, as Python words it, where arguments do not fit the
-        signature.
-        """
+        """Canonical form of a call; TypeError where arguments do not fit the signature."""
         values = args
         if kwargs or not self._plain or len(args) != len(self.names):
             try:
@@ -188,9 +182,7 @@ def _placing(tensor: Any) -> tuple[object, ...] | None:
 
 
 def alias_key(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
-    """Which tensors overlap in memory, and by how much: ``(index of the first of its group, byte
-    distance)`` each.
-    """
+    """Which tensors overlap: of each, the first of its group and the distance in bytes."""
     spans = []
     for index, tensor in enumerate(tensors):
         start = tensor.data_ptr()

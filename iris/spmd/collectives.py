@@ -1,6 +1,4 @@
-"""The public collectives. Inside a traced program each is one op of its graph; outside, it runs at
-once.
-"""
+"""The public collectives: ops of the graph inside a traced program, else run at once."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

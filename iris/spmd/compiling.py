@@ -134,9 +134,7 @@ class Compiler:
         return trace(self.fn, rebuild, inputs, context, self.watched), context
 
     def _prober(self, context: TraceContext) -> Callable[[Tensor], TensorType]:
-        """A function that tells the type of a traced tensor, by importing what was traced so
-        far.
-        """
+        """A function that tells the type of a traced tensor: it imports what was traced so far."""
         probe: list[tuple[Importer, list[Value]]] = []
 
         def type_of(x: Tensor) -> TensorType:
@@ -153,9 +151,7 @@ class Compiler:
         return type_of
 
     def _inputs(self, mesh: ProgramMesh) -> list[Value]:
-        """Names and types of the graph's inputs: leaves, then the bases of leaves that share
-        memory.
-        """
+        """The graph's inputs: leaves, then the bases of leaves that share memory."""
         types = self.types or self._types(self.leaves, mesh)
         values = [*map(Value, graph_names(self.leaves), types)]
         shared = {index for members in self.bases for index in members}

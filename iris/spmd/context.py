@@ -1,6 +1,4 @@
-"""What is being traced right now: the program's name and mesh, and the sizes known along its
-axes.
-"""
+"""What is traced right now: the program's name and mesh, and sizes along its axes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,9 +21,7 @@ def axis_names(axis: Axis) -> tuple[str, ...]:
 
 @dataclass
 class TraceContext:
-    """State of one trace. ``mesh`` is None until specs or the first collective name the world's
-    axis.
-    """
+    """One trace. ``mesh`` is None until specs or a collective name the world's axis."""
 
     name: str
     mesh: ProgramMesh | None

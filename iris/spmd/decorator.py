@@ -1,6 +1,4 @@
-"""``@iris.spmd``: a function over sharded tensors that is traced once a signature and then
-replayed.
-"""
+"""``@iris.spmd``: a function over sharded tensors, traced once a signature, then replayed."""
 
 import copy
 import functools
@@ -40,9 +38,7 @@ OUTPUTS = ("fresh", "reuse")
 
 @dataclass
 class _State:
-    """Programs of one function, or of one method on one instance, and what they read from
-    outside.
-    """
+    """Programs of one function, or of a method on one instance, and what they read outside."""
 
     accesses: dict[str, Access] = field(default_factory=dict)
     programs: "OrderedDict[object, Program]" = field(default_factory=OrderedDict)

@@ -1,6 +1,4 @@
-"""``IRIS_DUMP=folder``: every step of every program as numbered text, and a script that runs the
-graph alone.
-"""
+"""``IRIS_DUMP=folder``: each step of each program as text, and a script that runs its graph."""
 
 from collections.abc import Callable
 from pathlib import Path

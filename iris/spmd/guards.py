@@ -31,9 +31,7 @@ SKIPPED_OPS = {"PRECALL", "CACHE", "PUSH_NULL", "RESUME", "NOP", "COPY_FREE_VARS
 
 @dataclass(frozen=True)
 class Access:
-    """One place outside the arguments: where it starts (a namespace and a name) and the attributes
-    after it.
-    """
+    """A place outside the arguments: a namespace, a name in it, and the attributes after it."""
 
     space: Any  # dict of globals, a cell, or a weak reference to the object itself
     name: str
@@ -131,9 +129,7 @@ _CASTS = ("cpu", "cuda")
 
 
 def find_accesses(fn: types.FunctionType, owner: object = None) -> tuple[Access, ...]:
-    """Every access that ``fn``, and the user's functions it reaches, may make. ``owner`` is a
-    method's ``self``.
-    """
+    """Accesses of ``fn`` and the user's functions it reaches; ``owner`` is a method's self."""
     found: dict[tuple[int, str], Access] = {}
     seen: set[tuple[int, int]] = set()
     todo: list[tuple[types.FunctionType, object]] = [(fn, owner)]
@@ -154,9 +150,7 @@ def find_accesses(fn: types.FunctionType, owner: object = None) -> tuple[Access,
 
 
 def _holder(access: Access) -> Access:
-    """The object whose method an access finds, which is what can change: ``items.append`` reads
-    ``items``.
-    """
+    """What can change of a method that an access finds: ``items.append`` reads ``items``."""
     value = access.get()
     bound = getattr(value, "__self__", None)
     if (
@@ -229,9 +223,7 @@ _STDLIB = Path(sysconfig.get_paths()["stdlib"])
 
 
 def _is_library(value: Any) -> bool:
-    """Things that are not expected to change between calls: modules, and what installed packages
-    define.
-    """
+    """What does not change between calls: modules, and what installed packages define."""
     if isinstance(value, types.ModuleType):
         return True
     module = getattr(value, "__module__", None)

@@ -1,6 +1,4 @@
-"""From an FX graph of ATen ops and collectives to our graph: names, types, user lines, in-place
-writes.
-"""
+"""From an FX graph of ATen ops to our graph: names, types, user lines, in-place writes."""
 
 import itertools
 import operator
@@ -35,9 +33,7 @@ VIEWS = {
 
 @dataclass
 class Importer:
-    """Builds a Graph node by node. ``captured`` are tensors the function read from outside, bound
-    by reference.
-    """
+    """Builds a Graph node by node. ``captured``: tensors read from outside, by reference."""
 
     name: str
     mesh: Mesh
@@ -76,9 +72,7 @@ class Importer:
         )
 
     def advance(self, module: Any, graph: torch.fx.Graph, inputs: Sequence[Value]) -> None:
-        """Import the nodes of ``graph`` that came since the last time; ``module`` holds its
-        tensors.
-        """
+        """Import the nodes that are new; ``module`` holds the graph's tensors."""
         for node in itertools.islice(graph.nodes, self._seen, None):
             self._seen += 1
             if node.op == "placeholder":

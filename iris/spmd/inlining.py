@@ -35,16 +35,12 @@ class InlineCall:
 
 
 class _NeedsTypesError(Exception):
-    """The size of a gather depends on how the operands of the call are split, which is known only
-    where it is inlined.
-    """
+    """The size of a gather depends on the types of the call's operands."""
 
 
 @contextmanager
 def _no_types(context: TraceContext) -> Iterator[None]:
-    """Types of traced tensors are not to be had: those of the arguments differ from call to
-    call.
-    """
+    """Types of traced tensors are not to be had: those of arguments differ by call."""
 
     def refuse(_: Tensor) -> TensorType:
         raise _NeedsTypesError

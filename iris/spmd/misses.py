@@ -1,6 +1,4 @@
-"""Why a call was traced again: what differs from the closest signature known
-(``IRIS_LOG=cache``).
-"""
+"""Why a call was traced again: its difference from the closest one (``IRIS_LOG=cache``)."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -24,9 +22,7 @@ class Misses:
     warned: set[str] = field(default_factory=set)
 
     def note(self, name: str, labels: Sequence[str], key: Key, known: Iterable[Key]) -> None:
-        """A call of ``name`` with ``key`` was not found among ``known``; ``labels`` name the key's
-        entries.
-        """
+        """``name`` was called with ``key``, not among ``known``; ``labels`` name its entries."""
         changes = min((differences(labels, key, other) for other in known), key=len, default=None)
         if "cache" in config.log():
             reason = (

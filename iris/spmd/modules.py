@@ -1,6 +1,4 @@
-"""Torch modules as programs: their parameters and buffers are inputs by reference, with a spec
-where one is claimed.
-"""
+"""Torch modules as programs: parameters and buffers are inputs, by reference."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

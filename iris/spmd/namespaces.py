@@ -22,17 +22,13 @@ AXIS = "ranks"
 
 
 class Done:
-    """What an operation called with ``async_op`` returns: its work is on the stream it was called
-    on.
-    """
+    """What ``async_op`` returns: the work is on the stream that it was called on."""
 
     def __init__(self, event: "torch.cuda.Event | None") -> None:
         self._event = event
 
     def wait(self, stream: "torch.cuda.Stream | None" = None) -> None:
-        """Make ``stream`` (the current one by default) wait for the result. Does not block the
-        host.
-        """
+        """Make ``stream`` (default: the current one) wait for the result; the host does not."""
         if self._event is not None:
             (stream or torch.cuda.current_stream()).wait_event(self._event)
 
@@ -96,9 +92,7 @@ class Ops(Namespace):
         group: GroupLike | None = None,
         async_op: bool = False,
     ) -> Done | None:
-        """``output = sum over ranks of A @ B``: [M, K/W] @ [K/W, N] -> [M, N], the same on all
-        ranks.
-        """
+        """``output = sum of all ranks' A @ B``, on all: [M, K/W] @ [K/W, N] -> [M, N]."""
         name = "matmul_all_reduce"
         self._check(name, ctx, A, B)
         _fits(name, A, B, A.shape[1], output, (A.shape[0], B.shape[1]), bias)

@@ -96,9 +96,7 @@ class Program:
 
 
 def prepare(program: Program) -> None:
-    """Make ``program`` runnable on this rank: allocate workspaces, load kernels. Collective over
-    its mesh.
-    """
+    """Allocate workspaces and load kernels on this rank. Collective over the mesh."""
     if program.mesh.abstract:
         raise UnsupportedError(
             f"{program.options.name}: an abstract mesh has no ranks to run on",

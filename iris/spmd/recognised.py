@@ -1,6 +1,4 @@
-"""Collectives as FX calls, iris's own and torch's functional ones (what DTensor emits), in terms
-of the graph.
-"""
+"""Collectives as FX calls, iris's own and torch's functional ones, in the graph's terms."""
 
 import operator
 from collections.abc import Callable, Mapping

@@ -102,9 +102,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _described(self, arg: Any) -> tuple[Any, Any]:
-        """An argument with nodes for tensors; and what the metadata of a result depends on, or
-        None.
-        """
+        """An argument with nodes for tensors; and all that a result depends on of it, or None."""
         if isinstance(arg, Tensor):
             found = self._find(arg)
             return found.node, found.metadata
@@ -205,9 +203,7 @@ def fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
 
 
 def user_line(frame: types.FrameType | None) -> str:
-    """``model.py:41``: the innermost frame that is neither torch's nor ours; empty when there is
-    none.
-    """
+    """``model.py:41``, the innermost frame that is neither torch's nor ours, or nothing."""
     while frame is not None:
         if is_users(frame.f_code.co_filename):
             return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

@@ -77,9 +77,7 @@ def _dim(dim: Dim) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One leaf of the arguments or results: where it stands, its value, its spec (None: nothing
-    claimed).
-    """
+    """A leaf of arguments or results: where it stands, its value, its spec (None: no claim)."""
 
     path: str
     value: Any

@@ -1,6 +1,4 @@
-"""A program ahead of time: ``f.trace(...)`` -> ``.lower()`` -> ``.compile()``, each with its
-text.
-"""
+"""A program ahead of time, each step with its text: ``f.trace(...).lower().compile()``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,9 +55,7 @@ class Lowered:
         return self.program.fused
 
     def as_text(self) -> str:
-        """The graph in stages, each followed by the nodes it replaces, then the generated
-        Triton.
-        """
+        """The graph in stages, each with the nodes it replaces, then the generated Triton."""
         return "\n".join([str(self.graph), *self.kernels().values()])
 
     def kernels(self) -> dict[str, str]:
@@ -89,9 +85,7 @@ class Compiled:
         return self.program.executable.text
 
     def memory(self) -> Memory:
-        """Bytes that a run needs: symmetric workspace on the heap, and values alive at once
-        outside it.
-        """
+        """Bytes a run needs: workspace on the heap, and values alive at once outside it."""
         return memory_of(self.program.fused, self.program.executable, dict(self.program.mesh.coord))
 
     def explain(self) -> Explanation:

@@ -1,6 +1,4 @@
-"""Keys of arguments that are not tensors: compared by value, never by a hash the user may have
-made unfaithful.
-"""
+"""Keys of arguments that are not tensors: by value, never by a hash of the user's."""
 
 import dataclasses
 import enum
@@ -73,9 +71,7 @@ def _object_key(value: Any, depth: int) -> object:
 
 
 def module_key(module: torch.nn.Module) -> object:
-    """What a forward pass reads of a torch module: classes, mode, plain attributes, and which
-    tensors it holds.
-    """
+    """What a forward pass reads: classes, mode, plain attributes, which tensors there are."""
     parts: list[object] = []
     for child in submodules(module):
         parts.append(type(child))

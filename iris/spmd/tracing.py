@@ -30,9 +30,7 @@ from iris.spmd.recording import DTensorFromOutside, Recorder, fake, is_users
 
 @dataclass(frozen=True)
 class Output:
-    """One leaf of the result: a traced value, an input handed back, a tensor from outside, or a
-    plain constant.
-    """
+    """A leaf of the result: a traced value, an input, a tensor from outside, or a constant."""
 
     kind: str  # "value" | "input" | "tensor" | "constant"
     item: Any  # index among traced values | index of the input | the tensor | the constant
@@ -170,9 +168,7 @@ def collector_paused() -> Iterator[None]:
 
 @contextmanager
 def _explain(name: str) -> Iterator[None]:
-    """Turn the ways a trace can fail into TraceErrors that name the function and the user's
-    line.
-    """
+    """Make TraceErrors, with the user's line, of the ways in which a trace can fail."""
     try:
         yield
     except IrisError:
@@ -214,9 +210,7 @@ def _explain(name: str) -> Iterator[None]:
 
 @contextmanager
 def _watch(places: Sequence[Access], name: str) -> Iterator[None]:
-    """Put back what a trace changed outside, and refuse it where a traced tensor was left
-    behind.
-    """
+    """Put back what a trace changed outside; refuse a traced tensor that it left there."""
     before = [(place, place.get()) for place in places]
     contents = [
         (place, value, copy) for place, value in before if (copy := _copy(value)) is not None
@@ -242,9 +236,7 @@ def _watch(places: Sequence[Access], name: str) -> Iterator[None]:
 
 
 def _copy(value: Any) -> list[Any] | dict[Any, Any] | None:
-    """A shallow copy of what a trace could leave tensors in: a list, a dict, an object's
-    attributes.
-    """
+    """A shallow copy of what can hold tensors: a list, a dict, an object's attributes."""
     if isinstance(value, list):
         return list(value)
     if isinstance(value, dict):

@@ -36,9 +36,7 @@ class AllGather(Collective):
         return settle(ctx, dims, Local(x.dtype, stacked), x.partial, lost)
 
     def _rows(self, ctx: InferContext, axes: tuple[str, ...], held: int, told: int | None) -> int:
-        """Rows after gathering ``held`` of each rank; ``told``, if this rank's shard of that many
-        rows is what it holds.
-        """
+        """Rows after a gather: ``told``, if of those this rank's shard is what it held."""
         if told is not None and told != held * group_size(ctx.mesh, axes):
             index = 0
             for axis in axes:
