@@ -142,7 +142,8 @@ class Group:
         place, word = number % CALLS, number << 33 | _LAUNCH | signature
         self._slot.calls[place] = word
         for calls in self._peers or self._find_peers():
-            if calls[place] != word and calls[place] >> 33 == number:
+            seen = calls[place]  # read once: the member may be writing it now
+            if seen != word and seen >> 33 == number:
                 raise self._quarrel(number)
 
     def exchange(self, what: str, payload: bytes) -> list[bytes]:
