@@ -147,7 +147,8 @@ class Tracing:
             shape = (self._max_events, EVENT_WORDS.value)
             self._buffer = torch.zeros(shape, dtype=torch.int64, device=device)
             self._counter = torch.zeros(1, dtype=torch.int64, device=device)
-        self._kinds = self._kinds or list(KINDS)
+        if not self._kinds:
+            self._kinds, self._clock = list(KINDS), _ClockReader(device)
         self._set(1)
         self.reset()
         self._ctx.world.sync(_ENABLE, "ctx.tracing.enable")
@@ -162,7 +163,7 @@ class Tracing:
         self._check()
         self._synchronize()
         self._counter.zero_()
-        self._started = _anchor(self._ctx.device)
+        self._started = self._clock()
 
     def kind(self, name: str) -> int:
         """Return the number that ``DeviceContext.trace_end`` takes for events called ``name``.
@@ -243,7 +244,7 @@ class Tracing:
             )
         words = zlib.compress(self._buffer[:kept].cpu().numpy().tobytes(), 1)
         device = self._ctx.device
-        clock = Clock(_name(device), self._started, _anchor(device))
+        clock = Clock(_name(device), self._started, self._clock())
         kinds, stages = tuple(self._kinds), dict(self._ctx.watch.stages)
         return Record(self._ctx.cur_rank, clock, kinds, stages, words, kept, count - kept)
 
@@ -273,28 +274,42 @@ def _tracks(words: "np.ndarray[Any, Any]") -> list[str]:
     return tracks
 
 
-def _anchor(device: torch.device) -> Anchor:
-    """See NOTE [One clock]."""
-    if device.type == "cpu":
-        return Anchor()
-    from iris.device.tracing import clock_kernel  # brings in triton
+class _ClockReader:
+    """Reads a device's clock beside the host's: see NOTE [One clock].
 
-    mail = torch.zeros(_ROUNDS + 1, dtype=torch.int64, pin_memory=True)
-    words = mail.numpy()
-    clock_kernel[(1,)](mail, 0, LIMIT=_LIMIT_NS, num_warps=1)  # loads it
-    torch.cuda.synchronize(device)
-    clock_kernel[(1,)](mail, _ROUNDS, LIMIT=_LIMIT_NS, num_warps=1)
-    found: list[Anchor] = []
-    deadline = time.perf_counter_ns() + _LIMIT_NS
-    for number in range(1, _ROUNDS + 1):
-        before = time.perf_counter_ns()
-        words[0] = number
-        while words[number] == 0 and time.perf_counter_ns() < deadline:
-            pass
-        after = time.perf_counter_ns()
-        if words[number] != 0:
-            found.append(Anchor(int(words[number]), (before + after) // 2, (after - before) // 2))
-    torch.cuda.synchronize(device)
-    if not found:
-        raise IrisError("the GPU did not answer when asked for its time within a second")
-    return min(found, key=lambda anchor: anchor.uncertainty)
+    What it needs is allocated and loaded at once: both can wait for a peer's kernel.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            self._mail = torch.zeros(_ROUNDS + 1, dtype=torch.int64, pin_memory=True)
+            self._launch(0)
+            torch.cuda.synchronize(device)
+
+    def __call__(self) -> Anchor:
+        if self._device.type == "cpu":
+            return Anchor()
+        words = self._mail.numpy()
+        words[:] = 0
+        self._launch(_ROUNDS)
+        found = [anchor for number in range(1, _ROUNDS + 1) if (anchor := _ask(words, number))]
+        torch.cuda.synchronize(self._device)
+        if not found:
+            raise IrisError("the GPU did not answer within a second when asked for its time")
+        return min(found, key=lambda anchor: anchor.uncertainty)
+
+    def _launch(self, rounds: int) -> None:
+        from iris.device.tracing import clock_kernel  # brings in triton
+
+        clock_kernel[(1,)](self._mail, rounds, LIMIT=_LIMIT_NS, num_warps=1)
+
+
+def _ask(words: "np.ndarray[Any, Any]", number: int) -> Anchor | None:
+    before = time.perf_counter_ns()
+    words[0] = number
+    while words[number] == 0:
+        if time.perf_counter_ns() - before > _LIMIT_NS:
+            return None
+    after = time.perf_counter_ns()
+    return Anchor(int(words[number]), (before + after) // 2, (after - before + 1) // 2)

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from iris.runtime.groups import Group
 from iris.runtime.timeline import Event, Timeline
 
 KERNELS = "kernels"
+_START = zlib.crc32(b"iris.profile")
 _STEP = re.compile(r"v?(\w+),?.* = (\w+)\(.*?(?:\s+# (.*))?$")
 
 
@@ -148,7 +150,7 @@ def named(kernels: Sequence[Event], launched: Sequence[str]) -> list[Event]:
 class Profiler:
     """Records this rank: its host, and on a GPU its kernels; with ``tracing`` what they do inside.
 
-    ``start`` and ``stop`` are collective with ``tracing``.
+    ``start`` is collective, ``stop`` too with ``tracing``.
     """
 
     def __init__(self, ctx: Iris | None, tracing: bool = False) -> None:
@@ -167,6 +169,8 @@ class Profiler:
 
             self._torch = torch_profile(activities=[ProfilerActivity.CUDA])
             self._torch.start()
+        if self._ctx is not None:  # starting torch's profiler can wait for a peer's kernel
+            self._ctx.world.sync(_START, "iris.profile")
         self._recorder.start()
 
     def cancel(self) -> None:

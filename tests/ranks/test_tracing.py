@@ -16,30 +16,37 @@ from iris.testing import small_integers
 pytestmark = pytest.mark.ranks
 
 
-@triton.jit
-def every_method(words, x, kind, rank: tl.constexpr, W: tl.constexpr, TRACING: tl.constexpr):
-    ctx = DeviceContext.initialize(words, rank, W, tracing=TRACING)
-    peer: tl.constexpr = (rank + 1) % W
-    i = tl.arange(0, 64)
-    since = ctx.trace_begin()
-    value = ctx.load(x + i, peer)
-    ctx.store(x + 64 + i, value, peer, mask=i < 10)
-    ctx.put(x + i, x + 128 + i, peer, mask=i < 5)
-    ctx.get(x + i, x + 192 + i, peer)
-    ctx.copy(x + i, x + 256 + i, peer, peer)
-    ctx.atomic_add(x + 320, 1, peer)
+@triton.jit(do_not_specialize=["go"])
+def every_method(words, x, kind, go, rank: tl.constexpr, W: tl.constexpr, TRACING: tl.constexpr):
+    if go != 0:
+        ctx = DeviceContext.initialize(words, rank, W, tracing=TRACING)
+        peer: tl.constexpr = (rank + 1) % W
+        i = tl.arange(0, 64)
+        since = ctx.trace_begin()
+        value = ctx.load(x + i, peer)
+        ctx.store(x + 64 + i, value, peer, mask=i < 10)
+        ctx.put(x + i, x + 128 + i, peer, mask=i < 5)
+        ctx.get(x + i, x + 192 + i, peer)
+        ctx.copy(x + i, x + 256 + i, peer, peer)
+        ctx.atomic_add(x + 320, 1, peer)
+        ctx.barrier()
+        ctx.trace_end(since, kind, peer, nbytes=77)
+
+
+def launch(ctx, kind, tracing=True):
+    """Load the kernel on all ranks, then run it."""
+    x = ctx.zeros(1024, dtype=torch.int32)
+    for go in (0, 1):
+        ctx.barrier()
+        words = ctx.get_device_context()
+        every_method[(1,)](words, x, kind, go, ctx.cur_rank, ctx.num_ranks, tracing)
     ctx.barrier()
-    ctx.trace_end(since, kind, peer, nbytes=77)
 
 
 def records_methods(tracing):
     ctx = iris.iris(1 << 20)
     ctx.tracing.enable(max_events=100)
-    x = ctx.zeros(1024, dtype=torch.int32)
-    ctx.barrier()
-    kind = ctx.tracing.kind("all of it")
-    every_method[(1,)](ctx.get_device_context(), x, kind, ctx.cur_rank, ctx.num_ranks, tracing)
-    ctx.barrier()
+    launch(ctx, ctx.tracing.kind("all of it"), tracing)
     return ctx.tracing.timeline()
 
 
@@ -70,17 +77,14 @@ def test_methods_of_the_context_record_themselves(ranks):
 def overflows(folder):
     ctx = iris.iris(1 << 20)
     ctx.tracing.enable(max_events=5)
-    x = ctx.zeros(1024, dtype=torch.int32)
-    arguments = (ctx.get_device_context(), x, 20, ctx.cur_rank, ctx.num_ranks)
-    ctx.barrier()
-    every_method[(1,)](*arguments, True)
+    launch(ctx, 20)
     first = ctx.tracing.timeline(merge=False).about["ranks"]
     files = [ctx.tracing.export(folder / "own.json"), ctx.tracing.export(folder / "all.json", True)]
     ctx.tracing.reset()
     ctx.barrier()
     after = ctx.tracing.timeline(merge=False).about["ranks"]
     ctx.tracing.disable()
-    every_method[(1,)](*arguments, True)  # compiled in, and switched off
+    launch(ctx, 20)  # compiled in, and switched off
     off = ctx.tracing.timeline(merge=False).about["ranks"]
     counts = [
         [(rank["events"], rank["dropped"]) for rank in about] for about in (first, after, off)
