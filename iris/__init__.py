@@ -79,6 +79,7 @@ _LAZY = {
     "explain": "iris.spmd.summary",
     "parallelize": "iris.hf",
     "profile": "iris.spmd.profiling",
+    **dict.fromkeys(("Provider", "TorchSymmetricMemory"), "iris.runtime.providers"),
 }
 
 

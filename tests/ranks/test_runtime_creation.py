@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from iris.errors import UnsupportedError
 from iris.runtime.context import iris
+from iris.runtime.providers import Provider, TorchSymmetricMemory
 
 pytestmark = pytest.mark.ranks
 
@@ -144,6 +146,13 @@ def test_allocate_symmetric(ctx):
     assert (peers.shape, peers.dtype) == ((1,), torch.int64)
     assert int(peers[ctx.cur_rank]) == tensor.data_ptr()
     assert ctx.allocate_symmetric((2, 3))[0].shape == (2, 3)
+
+
+def test_providers(ctx):
+    assert isinstance(ctx, Provider)
+    if not torch.cuda.is_available():
+        with pytest.raises(UnsupportedError, match="TorchSymmetricMemory needs a GPU"):
+            TorchSymmetricMemory()
 
 
 def test_the_default_dtype_is_torchs(ctx):
