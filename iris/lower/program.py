@@ -7,7 +7,7 @@ an object made at compile time, which owns its workspace and its place in the gr
 
 import functools
 import linecache
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,29 +27,45 @@ COMMENT_COLUMN = 60
 
 
 @dataclass(frozen=True)
+class Step:
+    """One line of the plan: it makes some values of others.
+
+    ``device`` is where, if the line says so. ``on_host`` says why the host takes part in it.
+    """
+
+    text: str
+    uses: tuple[str, ...]
+    makes: tuple[str, ...]
+    loc: str
+    device: str = ""
+    on_host: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some steps of a plan in a row: ``run`` takes the values ``uses`` and returns ``makes``."""
+
+    run: Callable[..., tuple[Any, ...]]
+    uses: tuple[str, ...]
+    makes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Executable:
     """``run(*inputs)`` returns the graph's outputs, then the values of its in-place writes.
 
-    ``text`` is the source that runs, ``workspace`` the bytes it uses on the symmetric heap,
-    ``fused`` its kernels; ``on_host`` says whether ranks meet on the host in between, which a CUDA
-    graph cannot hold.
+    ``text`` is the source that runs, its line ``i + 2`` is that of ``steps[i]``; ``workspace`` are
+    the bytes it uses on the symmetric heap, ``fused`` its kernels.
     """
 
     run: Callable[..., tuple[Any, ...]]
     text: str
     workspace: int
     fused: tuple[Any, ...]
-    on_host: bool
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One line of the plan."""
-
-    text: str
-    uses: tuple[str, ...]
-    makes: tuple[str, ...]
-    loc: str
+    steps: tuple[Step, ...]
+    inputs: tuple[str, ...]
+    part: Callable[[int, int], Part]  # the steps from one number to before another
+    result: Part  # what ``run`` returns, of the values that are left
 
 
 def build(graph: Graph, choices: Mapping[str, Choice], place: Place, lowering: str) -> Executable:
@@ -74,45 +90,65 @@ class _Writer:
 
     def build(self) -> Executable:
         steps = [step for node in self.graph.nodes for step in self._steps(node)]
+        inputs = tuple(value.name for value in self.graph.inputs)
         values = [*self.graph.outputs, *(Ref(value) for _, value in self.graph.writes)]
-        lines = [
-            *self._lines(steps),
-            f"return ({''.join(f'{self._text(arg)}, ' for arg in values)})",
-        ]
-        parameters = ", ".join(_variable(value.name) for value in self.graph.inputs)
-        body = "".join(f"    {line}\n" for line in lines)
-        text = f"def {self._name()}({parameters}):\n{body}"
+        result = "".join(f"{self._text(arg)}, " for arg in values)
+        text = self._function(self._name(), inputs, self._lines(steps), result)
         workspace = sum(2 * group.staging(1).nbytes for group in self.groups)
         workspace += sum(call.workspace for call in self.fused)
-        run = self._compile(text)
-        return Executable(run, text, workspace, tuple(self.fused), bool(self.groups))
+        needed = tuple(dict.fromkeys(arg.name for arg in values if isinstance(arg, Ref)))
+        last = self._compile(self._function("result", needed, (), result), "result")
+        return Executable(
+            self._compile(text, self._name()),
+            text,
+            workspace,
+            tuple(self.fused),
+            tuple(steps),
+            inputs,
+            functools.partial(self._part, steps),
+            Part(last, needed, ()),
+        )
+
+    def _part(self, steps: Sequence[Step], start: int, stop: int) -> Part:
+        inner = steps[start:stop]
+        made = dict.fromkeys(name for step in inner for name in step.makes)
+        used = dict.fromkeys(name for step in inner for name in step.uses if name not in made)
+        later = {name for step in steps[stop:] for name in step.uses} | set(self.graph.live_out)
+        kept = tuple(name for name in made if name in later)
+        result = "".join(f"{_variable(name)}, " for name in kept)
+        name = f"{self._name()}_{start}"
+        text = self._function(name, tuple(used), self._lines(inner, later), result)
+        return Part(self._compile(text, name), tuple(used), kept)
+
+    def _function(
+        self, name: str, parameters: Sequence[str], lines: Sequence[str], result: str
+    ) -> str:
+        body = "".join(f"    {line}\n" for line in [*lines, f"return ({result})"])
+        return f"def {name}({', '.join(map(_variable, parameters))}):\n{body}"
 
     def _name(self) -> str:
         return self.graph.name if self.graph.name.isidentifier() else "program"
 
-    def _compile(self, text: str) -> Callable[..., tuple[Any, ...]]:
-        filename = f"<iris {self.graph.name} {id(self.graph):x}>"
+    def _compile(self, text: str, name: str) -> Callable[..., tuple[Any, ...]]:
+        filename = f"<iris {name} {id(self.graph):x}>"
         exec(compile(text, filename, "exec"), self.space)
         linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
-        run: Callable[..., tuple[Any, ...]] = self.space[self._name()]
+        run: Callable[..., tuple[Any, ...]] = self.space[name]
         return run
 
-    def _lines(self, steps: Sequence[_Step]) -> list[str]:
-        """The text of every step, and after each the values dropped there: they are not read
-        again.
-        """
+    def _lines(self, steps: Sequence[Step], live: Iterable[str] = ()) -> list[str]:
+        """The text of every step, with the values dropped after it: they are not read again."""
         last = {name: i for i, step in enumerate(steps) for name in (*step.makes, *step.uses)}
-        kept = set(self.graph.live_out) | {value.name for value in self.graph.inputs}
+        kept = {*self.graph.live_out, *(value.name for value in self.graph.inputs), *live}
         lines = []
         for index, step in enumerate(steps):
-            lines.append(f"{step.text:<{COMMENT_COLUMN}}  # {step.loc}" if step.loc else step.text)
             touched = dict.fromkeys((*step.uses, *step.makes))
             dead = [name for name in touched if last[name] == index and name not in kept]
-            if dead:
-                lines.append(f"del {', '.join(map(_variable, dead))}")
+            text = step.text + (f"; del {', '.join(map(_variable, dead))}" if dead else "")
+            lines.append(f"{text:<{COMMENT_COLUMN}}  # {step.loc}" if step.loc else text)
         return lines
 
-    def _steps(self, node: Node) -> list[_Step]:
+    def _steps(self, node: Node) -> list[Step]:
         choice = self.choices.get(node.outputs[0].name) if node.outputs else None
         if choice is not None and choice.match is not None:
             match = choice.match
@@ -123,7 +159,7 @@ class _Writer:
             ]
         return [self._step(inner) for inner in walk((node,)) if not inner.body]
 
-    def _fused(self, match: Match, node: Node) -> _Step:
+    def _fused(self, match: Match, node: Node) -> Step:
         from iris.lower.fused import FusedCall, Values, operands_of, results_of  # brings in triton
 
         group = self.place.group_of(match.collective)
@@ -136,17 +172,28 @@ class _Writer:
         results = results_of(match)
         targets = "".join(f"{_variable(result)}, " for result in results)
         text = f"{targets}= {name}({', '.join(map(_variable, operands))})"
-        return _Step(text, operands, results, node.loc)
+        return Step(text, operands, results, node.loc)
 
-    def _step(self, node: Node) -> _Step:
+    def _step(self, node: Node) -> Step:
         targets = ", ".join(_variable(value.name) for value in node.outputs)
         if len(node.outputs) == 1 and node.op in MULTIPLE:
             targets += ","
         makes = tuple(value.name for value in node.outputs)
-        return _Step(f"{targets} = {self._call(node)}", node.uses, makes, node.loc)
+        text, on_host = self._call(node)
+        device = node.kwargs.get("device")
+        return Step(
+            f"{targets} = {text}",
+            node.uses,
+            makes,
+            node.loc,
+            str(getattr(device, "text", "")),
+            on_host,
+        )
 
-    def _call(self, node: Node) -> str:
+    def _call(self, node: Node) -> tuple[str, str]:
+        """The text of a node, and why the host takes part in it."""
         if node.op in MAKERS:
+            on_host = ""
             site = Site(self.graph, self.place, node, self.sites, self.lowering == "triton")
             self.sites += 1
             name = f"{node.op}_{node.out.name}"
@@ -155,17 +202,18 @@ class _Writer:
                 self.fused.append(collective)
             elif site.group.size > 1:
                 self.groups[site.group] = None
-            return f"{name}({', '.join(self._text(arg) for arg in node.args)})"
+                on_host = "ranks meet on the host"
+            return f"{name}({', '.join(self._text(arg) for arg in node.args)})", on_host
         if node.op == "axis_index":
             index = self.place.group_of(node).index
-            self.space["axis_index"] = torch.tensor
-            return f"axis_index({index}, device={self._text(Token('device'))})"
+            self.space["axis_index"] = functools.partial(torch.full, (), dtype=torch.int64)
+            return f"axis_index({index}, device={self._text(Token('device'))})", ""
         type_ = node.out.type if len(node.outputs) == 1 else None
         name, function = torch_function(node.op, type_)
         self.space[name] = function
         args = [self._text(arg) for arg in node.args]
         args += [f"{key}={self._text(arg)}" for key, arg in node.attrs]
-        return f"{name}({', '.join(args)})"
+        return f"{name}({', '.join(args)})", ""
 
     def _text(self, arg: Arg) -> str:
         if isinstance(arg, Ref):

@@ -9,17 +9,17 @@ again; every later call is one graph launch and no meeting.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from iris.lower.program import Executable
+from iris.errors import UnsupportedError
+from iris.lower.pieces import Piece, cut, host_steps, run_pieces, waits_noticed
+from iris.lower.program import Executable, Part
 from iris.runtime.context import Iris
 from iris.runtime.groups import Group
-
-CALLS_BEFORE_CAPTURE = 1
 
 
 class Turn:
@@ -43,14 +43,20 @@ class Turn:
         turn: Turn = kept["turn"]
         return turn
 
-    def take(self) -> None:
-        """Make the current stream wait for the program before, if that is on another stream."""
+    def take(self) -> bool:
+        """Make the current stream wait for the program before, if that is on another stream.
+
+        Return True, and order nothing, if the caller captures a graph.
+        """
         if torch._C._cuda_getCurrentRawStream(self._device.index) != self._last:
+            if torch.cuda.is_current_stream_capturing():
+                return True
             event = torch.cuda.Event()
             event.record(self._stream)
             self._stream = torch.cuda.current_stream(self._device)
             self._last = self._stream.cuda_stream
             self._stream.wait_event(event)
+        return False
 
 
 class Runner:
@@ -66,19 +72,26 @@ class Runner:
         self._noted = bool(executable.fused) and group.size > 1
         self.on_gpu = ctx.device.type == "cuda"
         self.reuse = reuse
-        self.replays = replay and self.on_gpu and not executable.on_host
+        self.replays = replay and self.on_gpu
         self.calls = 0
-        self.captured: Capture | None = None
+        self.captured: Capture | Pieces | None = None
+        self.on_host: dict[int, str] = {}  # steps outside the graph, and why
         self._addresses: list[int] = []
         self._turn = Turn.of(ctx) if self.on_gpu else None
         self._traced = ctx.tracing.enabled
+
+    @property
+    def outside(self) -> list[tuple[str, str, str]]:
+        """Text, line and reason of the steps outside the graph, so far as is known."""
+        steps = [(self.executable.steps[number], why) for number, why in self.on_host.items()]
+        return [(step.text, step.loc, why) for step, why in steps]
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
         """Outputs and written values of one call."""
         if self._noted:
             self.group.launch(self.signature)
-        if self._turn is not None:
-            self._turn.take()
+        if self._turn is not None and self._turn.take():
+            return self._inside(inputs)
         if self.ctx.tracing.enabled is not self._traced:  # other kernels: load and capture again
             self.calls, self.captured, self._traced = 0, None, self.ctx.tracing.enabled
         if self.captured is not None:
@@ -95,17 +108,37 @@ class Runner:
     def _early(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
         """A call on a GPU before there is a graph."""
         if self.calls == 0:
-            self._load(inputs)
-        elif self.replays and self.calls >= CALLS_BEFORE_CAPTURE:
+            return self._first(inputs)
+        if self.replays:
             return self._capture(inputs)
-        self.calls += 1
-        self._addresses = addresses(inputs)
         return self.executable.run(*inputs)
+
+    def _first(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
+        executable = self.executable
+        self._addresses = addresses(inputs)
+        if executable.fused:
+            self._load(inputs)
+        names = zip(executable.inputs, inputs, strict=True)
+        on_cpu = [name for name, x in names if x.device.type == "cpu"]
+        with waits_noticed(executable) as waits:
+            values = executable.run(*inputs)
+        self.on_host = dict(sorted((waits | host_steps(executable.steps, on_cpu)).items()))
+        self.calls = 1
+        return values
+
+    def _inside(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
+        """A call that the caller captures: its kernels become part of the caller's graph."""
+        if self.calls == 0 or self.on_host:
+            why = "has steps on the host" if self.on_host else "loads kernels in its first call"
+            raise UnsupportedError(
+                f"{self.what} {why}, which a CUDA graph cannot hold",
+                help="call it once before the capture" if self.calls == 0 else "capture around it",
+            )
+        with torch.no_grad():
+            return self.executable.run(*inputs)
 
     def _load(self, inputs: Sequence[Tensor]) -> None:
         """See NOTE [First calls]."""
-        if not self.executable.fused:
-            return
         from iris.lower.kernels.host import Turns  # brings in triton
 
         for dry, step in ((Turns(self.group), "compiled"), (1, "loaded")):
@@ -121,10 +154,16 @@ class Runner:
     def _capture(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
         now = zip(self._addresses, addresses(inputs), strict=True)
         moved = {i for i, (before, after) in enumerate(now) if before != after}
-        self.captured = Capture(self.executable, inputs, moved, self.reuse)
+        if self.on_host:
+            pieces = cut(self.executable, self.on_host)
+            self.captured, values = Pieces.create(
+                self.executable, pieces, inputs, moved, self.reuse
+            )
+        else:
+            self.captured, values = Capture(self.executable.run, inputs, moved, self.reuse), None
         torch.cuda.synchronize(self.ctx.device)
         self._meet("captured")
-        return self.captured(inputs)
+        return self.captured(inputs) if values is None else values
 
     def _meet(self, step: str) -> None:
         what = f"{self.what}: kernels {step}"
@@ -148,10 +187,15 @@ class Capture:
     """
 
     def __init__(
-        self, executable: Executable, inputs: Sequence[Tensor], moved: set[int], reuse: bool
+        self,
+        run: Callable[..., Sequence[Any]],
+        inputs: Sequence[Tensor],
+        moved: Iterable[int],
+        reuse: bool,
+        pool: Any = None,
     ) -> None:
-        self.executable, self.reuse = executable, reuse
-        self.pool = torch.cuda.graph_pool_handle()
+        self.run, self.reuse = run, reuse
+        self.pool = pool or torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
         self.moved = set(moved)
         self._record(inputs)
@@ -167,7 +211,7 @@ class Capture:
         with torch.cuda.stream(self.stream):
             self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
-                values = self.executable.run(*bound)
+                values = self.run(*bound)
             finally:
                 self.graph.capture_end()
         torch.cuda.current_stream().wait_stream(self.stream)
@@ -197,3 +241,51 @@ class Capture:
             self.buffers[moved[0]].copy_(sources[0])
         else:
             torch._foreach_copy_([self.buffers[i] for i in moved], sources)
+
+
+class Pieces:
+    """A plan as captured pieces and the steps on the host between them."""
+
+    def __init__(self, executable: Executable, calls: "Sequence[Call]", reuse: bool) -> None:
+        self.executable, self.calls, self.reuse = executable, calls, reuse
+
+    @classmethod
+    def create(
+        cls,
+        executable: Executable,
+        pieces: Sequence[Piece],
+        inputs: Sequence[Tensor],
+        moved: set[int],
+        reuse: bool,
+    ) -> "tuple[Pieces, Sequence[Any]]":
+        """Run the pieces as they are, then capture those that can be; with the run's result."""
+        eager = [(piece.part, _unpacked(piece.part.run)) for piece in pieces]
+        values, known = run_pieces(executable, eager, inputs)
+        torch.cuda.synchronize()  # no kernel of this rank waits while it captures
+        elsewhere = {executable.inputs[i] for i in moved}
+        static, calls, pool = dict(known), [], torch.cuda.graph_pool_handle()
+        for piece, (part, run) in zip(pieces, eager, strict=True):
+            if piece.on_host:
+                elsewhere.update(part.makes)
+                calls.append((part, run))
+                continue
+            places = [i for i, name in enumerate(part.uses) if name in elsewhere]
+            given = [static[name] for name in part.uses]
+            capture = Capture(part.run, given, places, reuse=True, pool=pool)
+            static.update(zip(part.makes, capture.values, strict=True))
+            calls.append((part, capture))
+        return cls(executable, calls, reuse), values
+
+    @torch.no_grad()
+    def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
+        values, _ = run_pieces(self.executable, self.calls, inputs)
+        if self.reuse:
+            return values
+        return [value.clone() if isinstance(value, Tensor) else value for value in values]
+
+
+Call = tuple[Part, Callable[[Sequence[Any]], Sequence[Any]]]
+
+
+def _unpacked(run: Callable[..., Sequence[Any]]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    return lambda values: run(*values)

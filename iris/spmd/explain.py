@@ -1,7 +1,7 @@
 """Why a program is as it is: its stages, how each is computed and why, and what was not fused."""
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -32,6 +32,7 @@ class Explanation:
     mesh: str
     rows: tuple[Row, ...]
     unfused: tuple[tuple[str, str, str], ...]  # what, where, why not
+    outside: tuple[tuple[str, str, str], ...] = ()  # of the CUDA graph: step, where, why
 
     def table(self) -> Table:
         """The stages, as a rich table."""
@@ -45,20 +46,21 @@ class Explanation:
             )
         return table
 
-    def reasons(self) -> Table:
-        """What was not fused, as a rich table."""
-        table = Table(title="not fused", title_justify="left")
-        for heading in ("collective", "line", "reason"):
+    def _list(self, title: str, what: str, entries: Sequence[tuple[str, str, str]]) -> Table:
+        table = Table(title=title, title_justify="left")
+        for heading in (what, "line", "reason"):
             table.add_column(heading)
-        for what, loc, reason in self.unfused:
-            table.add_row(what, loc, reason)
+        for entry in entries:
+            table.add_row(*entry)
         return table
 
     def __rich_console__(self, console: Console, options: object) -> object:
         del console, options
         yield self.table()
         if self.unfused:
-            yield self.reasons()
+            yield self._list("not fused", "collective", self.unfused)
+        if self.outside:
+            yield self._list("outside the CUDA graph", "step", self.outside)
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
@@ -72,10 +74,16 @@ class Explanation:
         return console.export_html(inline_styles=True)
 
 
-def explain(graph: Graph, fused: Graph, choices: Mapping[str, Choice]) -> Explanation:
+def explain(
+    graph: Graph,
+    fused: Graph,
+    choices: Mapping[str, Choice],
+    outside: Sequence[tuple[str, str, str]] = (),
+) -> Explanation:
     """Describe ``fused``, the graph in stages; ``graph`` is what the user wrote.
 
-    ``choices`` is by the name of a node's first output.
+    ``choices`` is by the name of a node's first output. ``outside`` are the steps that a CUDA graph
+    cannot hold, which is known once the program has run.
     """
     plain = Choice("torch", "compute that is not part of a stage")
     rows = [
@@ -89,4 +97,4 @@ def explain(graph: Graph, fused: Graph, choices: Mapping[str, Choice]) -> Explan
         if node.body or node.outputs[0].name in choices
     ]
     unfused = tuple((entry.op, entry.loc, entry.reason) for entry in fusion_report(graph))
-    return Explanation(fused.name, str(fused.mesh), tuple(rows), unfused)
+    return Explanation(fused.name, str(fused.mesh), tuple(rows), unfused, tuple(outside))

@@ -35,8 +35,8 @@ def _labels() -> Mapping[CodeType, Callable[[Mapping[str, Any]], str]]:
         Group.sync.__code__: lambda local: f"wait in {local['what']}",
         Compiler.run.__code__: lambda local: f"trace {local['self'].name}",
         prepare.__code__: lambda local: f"plan {local['program'].options.name}",
-        Runner._load.__code__: lambda local: f"load {local['self'].name}",
-        Runner._capture.__code__: lambda local: f"capture {local['self'].name}",
+        Runner._load.__code__: lambda local: f"load {local['self'].what}",
+        Runner._capture.__code__: lambda local: f"capture {local['self'].what}",
         Program.__call__.__code__: lambda local: f"call {local['self'].options.name}",
     }
 
@@ -79,7 +79,8 @@ class Recorder:
         if frame.f_code.co_filename.startswith("<iris "):
             return self._steps
         if frame.f_code is self._replay:
-            self.launched += _kernels(frame.f_locals["self"].executable.text.splitlines())
+            plan = frame.f_locals["self"].run.__code__
+            self.launched += _kernels(linecache.getlines(plan.co_filename))
         return None
 
     def _span(self, name: str, start: int) -> Any:

@@ -69,6 +69,11 @@ class Program:
         return title(self.options.name, self.graph, [leaf.path for leaf in self.leaves], types)
 
     @property
+    def outside(self) -> Sequence[tuple[str, str, str]]:
+        """Steps on a GPU that a CUDA graph cannot hold: text, line, reason."""
+        return [] if self.runner is None else self.runner.outside
+
+    @property
     def meets(self) -> bool:
         """Whether no meeting of its own comes before what must be the same on all ranks."""
         return self.executable is None or bool(self.executable.fused)

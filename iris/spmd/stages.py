@@ -64,7 +64,8 @@ class Lowered:
 
     def explain(self) -> Explanation:
         """Which stages, which algorithm, and what was not fused, with the reason."""
-        return explain(self.program.graph, self.program.fused, self.program.choices)
+        program = self.program
+        return explain(program.graph, program.fused, program.choices, program.outside)
 
     def compile(self) -> "Compiled":
         """Make the program runnable on this rank. Collective."""
@@ -90,7 +91,8 @@ class Compiled:
 
     def explain(self) -> Explanation:
         """See :meth:`Lowered.explain`."""
-        return explain(self.program.graph, self.program.fused, self.program.choices)
+        program = self.program
+        return explain(program.graph, program.fused, program.choices, program.outside)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run. SpecError for arguments of another structure, shape, dtype, stride or device."""
