@@ -36,7 +36,12 @@ from iris.logging import (  # noqa: E402
     set_logger_level as set_logger_level,
 )
 from iris.runtime.benching import do_bench as do_bench  # noqa: E402
-from iris.runtime.context import Iris as Iris, current as current, iris as iris  # noqa: E402
+from iris.runtime.context import (  # noqa: E402
+    Iris as Iris,
+    current as current,
+    iris as iris,
+    synchronize as synchronize,
+)
 from iris.runtime.launch import launch as launch  # noqa: E402
 from iris.spmd.announce import announce as _announce  # noqa: E402
 from iris.spmd.collectives import (  # noqa: E402

@@ -7,6 +7,7 @@ an object made at compile time, which owns its workspace and its place in the gr
 
 import functools
 import linecache
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -133,7 +134,8 @@ class _Writer:
         filename = f"<iris {name} {id(self.graph):x}>"
         exec(compile(text, filename, "exec"), self.space)
         linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
-        run: Callable[..., tuple[Any, ...]] = self.space[name]
+        run: Callable[..., tuple[Any, ...]] = self.space.pop(name)  # else a reference cycle
+        weakref.finalize(run, linecache.cache.pop, filename, None).atexit = False
         return run
 
     def _lines(self, steps: Sequence[Step], live: Iterable[str] = ()) -> list[str]:

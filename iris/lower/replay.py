@@ -69,6 +69,7 @@ class Runner:
     ) -> None:
         self.executable, self.ctx, self.group, self.what = executable, ctx, group, what
         self.signature = group.know(what)
+        self.used = 0  # the number of its last call
         self._noted = bool(executable.fused) and group.size > 1
         self.on_gpu = ctx.device.type == "cuda"
         self.reuse = reuse
@@ -89,7 +90,7 @@ class Runner:
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
         """Outputs and written values of one call."""
         if self._noted:
-            self.group.launch(self.signature)
+            self.used = self.group.launch(self.signature)
         if self._turn is not None and self._turn.take():
             return self._inside(inputs)
         if self.ctx.tracing.enabled is not self._traced:  # other kernels: load and capture again

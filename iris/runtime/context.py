@@ -69,6 +69,17 @@ def current() -> "Iris":
     return _current
 
 
+def synchronize() -> None:
+    """Wait until this rank's GPU has done all it was given; see `Iris.synchronize`.
+
+    Example::
+
+        y = mlp(x, w_up, w_down)
+        iris.synchronize()
+    """
+    current().synchronize()
+
+
 def current_or_none() -> "Iris | None":
     """Return the current context, or None."""
     return _current
@@ -186,10 +197,22 @@ class Iris(Creation, CopyEngine, RankLogging):
             self._groups[key] = Group(self._board, self.heap, key)
         return self._groups[key]
 
+    def synchronize(self) -> None:
+        """Wait until this rank's GPU has done all it was given, and raise what its kernels found
+        wrong.
+
+        The GPU's copy engine counts as part of it. This is for one rank alone: ``barrier`` waits
+        for the others too.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self._engine is not None:
+            self._engine.settle()
+        if self.device.type == "cuda":
+            self.watch.check(synchronized=True)
+
     def barrier(self, stream: "torch.cuda.Stream | None" = None, group: Ranks = None) -> None:
         """Wait for this rank's GPU (or only for ``stream``), then for every rank of ``group``.
-
-        The GPU's copy engine counts as part of it.
 
         Raises ``PeerError`` for a rank that is gone and ``TimeoutError`` for one that does not
         come.
@@ -197,12 +220,7 @@ class Iris(Creation, CopyEngine, RankLogging):
         if stream is not None:
             stream.synchronize()
         else:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            if self._engine is not None:
-                self._engine.settle()
-            if self.device.type == "cuda":
-                self.watch.check(synchronized=True)
+            self.synchronize()
         members = self.group(group)
         members.sync(_BARRIER, f"barrier of ranks {members.ranks}")
         if self.checks is not None:

@@ -132,8 +132,9 @@ class Group:
         self._texts[signature] = text
         return signature
 
-    def launch(self, signature: int) -> None:
-        """Note that this rank starts a program of all members, which meet on their devices.
+    def launch(self, signature: int) -> int:
+        """Note that this rank starts a program of all members, which meet on their devices; return
+        the number of this launch.
 
         Raises ``CollectiveMismatchError`` where a member came to this call with another one.
         """
@@ -145,6 +146,7 @@ class Group:
             seen = calls[place]  # read once: the member may be writing it now
             if seen != word and seen >> 33 == number:
                 raise self._quarrel(number)
+        return self._launches
 
     def exchange(self, what: str, payload: bytes) -> list[bytes]:
         """Return every member's payload, in group order. Payloads may differ in length."""

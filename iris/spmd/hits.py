@@ -60,6 +60,7 @@ class Hit:
             bound.statics == self._statics
             and len(tensors) == self._size
             and self._same(*tensors)
+            and self.program.runner is not None
             and self._ambient()
             and [*map(_requires_grad, tensors)] == self._requires
             and current_or_none() is self._context

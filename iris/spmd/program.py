@@ -1,5 +1,6 @@
 """A traced call, made ready to run, and run."""
 
+import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,9 +9,7 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from iris.errors import (
-    UnsupportedError,
-)
+from iris.errors import HeapExhaustedError, UnsupportedError
 from iris.graph.nodes import Graph
 from iris.graph.types import TensorType
 from iris.lower.choices import Choice
@@ -47,6 +46,7 @@ class Program:
     signature: tuple[TensorType, ...] | None = None  # global types of all that has a spec
     executable: Executable | None = None
     runner: Runner | None = None
+    plan: str = ""  # the text that runs
     _single: bool = field(init=False)
     _written: list[int] = field(init=False)  # the inputs that the program writes to
 
@@ -107,17 +107,34 @@ def prepare(program: Program) -> None:
             f"{program.options.name}: an abstract mesh has no ranks to run on",
             help="trace it only, or use iris.mesh(shape, names) over a started world",
         )
-    if program.executable is None:
-        ctx, mesh = current(), program.mesh
-        place = Place(dict(mesh.coord), ctx, lambda axes: ctx.group(mesh.members(axes)))
-        program.executable = build(program.fused, program.choices, place, program.lowering)
-        if program.dump is not None:
-            program.dump.write("plan", program.executable.text)
-        options = program.options
-        reuse = options.outputs == "reuse"
-        program.runner = Runner(
-            program.executable, ctx, ctx.group(mesh.ranks), program.title, options.replay, reuse
-        )
+    if program.executable is not None:
+        return
+    ctx, mesh = current(), program.mesh
+    group = ctx.group(mesh.ranks)
+    place = Place(dict(mesh.coord), ctx, lambda axes: ctx.group(mesh.members(axes)))
+    prepared = group.kept.setdefault("programs", weakref.WeakSet())
+    while program.executable is None:
+        try:
+            program.executable = build(program.fused, program.choices, place, program.lowering)
+        except HeapExhaustedError:  # on all ranks alike, as is the order of calls
+            if not prepared:
+                raise
+            oldest = min(prepared, key=lambda other: other.runner.used)
+            oldest.executable = oldest.runner = None  # until it is prepared again
+            prepared.remove(oldest)
+    program.plan = program.executable.text
+    if program.dump is not None:
+        program.dump.write("plan", program.plan)
+    options = program.options
+    program.runner = Runner(
+        program.executable,
+        ctx,
+        group,
+        program.title,
+        replay=options.replay,
+        reuse=options.outputs == "reuse",
+    )
+    prepared.add(program)
 
 
 def generated(choices: Mapping[str, Choice]) -> dict[str, str]:

@@ -82,8 +82,7 @@ class Compiled:
 
     def as_text(self) -> str:
         """The plan that runs, as Python, with the user's lines."""
-        assert self.program.executable is not None
-        return self.program.executable.text
+        return self.program.plan
 
     def memory(self) -> Memory:
         """Bytes a run needs: workspace on the heap, and values alive at once outside it."""
@@ -103,4 +102,5 @@ class Compiled:
                 help="call the decorated function, which traces again, "
                 "or trace it with these arguments",
             )
+        self.signature.prepare(self.program)  # again, if it had to make room for others
         return self.program(bound.tensors)

@@ -132,3 +132,30 @@ def test_sizes_that_a_shard_does_not_tell_are_an_error_before(ranks):
     for found in ranks(2).run(_untold):
         assert "\n  rank 0: program whole " in found
         assert found.endswith(f" of (x: f32[4/tp, 3])\n  rank 1: arguments of whole\n{HELP}")
+
+
+def _many_sizes(heap, sizes):
+    ctx = iris.iris(heap)
+    rank, world = ctx.cur_rank, ctx.num_ranks
+
+    @iris.spmd(lowering="triton")
+    def whole(x):
+        return iris.all_gather(x, "tp")
+
+    kept = whole.trace(torch.ones(sizes[0], 64)).lower().compile()
+    for seed, size in enumerate(sizes):
+        xs = [small_integers((size, 64), r, seed) for r in range(world)]
+        y = whole(xs[rank])
+        assert torch.equal(y, torch.cat(xs)), size
+    loaded = [program.executable is not None for program in whole._state.programs.values()]
+    xs = [small_integers((sizes[0], 64), r) for r in range(world)]
+    assert torch.equal(kept(xs[rank]), torch.cat(xs))  # made ready again, if it was dropped
+    return loaded
+
+
+def test_programs_that_do_not_fit_on_the_heap_make_room(ranks):
+    sizes = [1, 4, 16, 64, 1, 32, 64, 4]
+    for loaded in ranks(2).run(_many_sizes, 3 << 14, sizes):
+        assert len(loaded) == 5
+        assert not all(loaded)
+        assert any(loaded)
