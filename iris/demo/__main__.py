@@ -1,4 +1,6 @@
-"""``python -m iris.demo``: the feed-forward block of SmolLM2-135M, run tensor-parallel."""
+"""``python -m iris.demo``: the feed-forward block of SmolLM2-135M, run tensor-parallel; then the
+whole model answers a question.
+"""
 
 import argparse
 import inspect
@@ -20,9 +22,11 @@ from iris.demo.progress import duration, step
 from iris.errors import IrisError
 
 PROMPT = "Four ranks walk into a matrix product. Each of them holds a quarter of the answer."
+QUESTION = "What is the capital of France?"
 LAYER = 0
 CALLS = 3
 MAX_RANKS = 16
+MODEL_RANKS = 4
 MAX_TOKENS = 8192
 WIDTH = 120  # of what is shown where there is no terminal
 
@@ -49,18 +53,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"[bold red]{name}[/]: {text}", soft_wrap=True)
         return 1
     _show(console, reports)
-    return 0 if _compare(console, arguments, reports) else 1
+    good = _compare(console, arguments, reports)
+    return 0 if good and _answer(console, options) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m iris.demo",
-        description="Run the feed-forward block of SmolLM2-135M tensor-parallel over local ranks.",
+        description="Run the feed-forward block of SmolLM2-135M tensor-parallel over local ranks, "
+        "then ask the whole model a question.",
     )
     add = parser.add_argument
     add("--ranks", type=_count(MAX_RANKS), default=4, help=f"1 to {MAX_RANKS}, default 4")
     add("--tokens", type=_count(MAX_TOKENS), default=128, help=f"1 to {MAX_TOKENS}, default 128")
     add("--prompt", type=_text, default=PROMPT, help="repeated or cut to fill the tokens")
+    add("--question", default=QUESTION, help="what the model answers at the end; may be empty")
     add("--lowering", choices=("torch", "triton"), help="default: torch on CPUs, triton on GPUs")
     add("--device", type=_device, default="auto", help="cpu, cuda or auto, the default")
     return parser
@@ -154,6 +161,30 @@ def _compare(
     numbers = f"largest difference {difference:.1e}, allowed {allowed:.1e}"
     console.print(f"{verdict} one rank[/]: {numbers}")
     return good
+
+
+def _answer(console: Console, options: argparse.Namespace) -> bool:
+    """Let the whole model answer, over as many ranks, at most `MODEL_RANKS`; return whether it
+    could.
+    """
+    if not options.question:
+        return True
+    from iris.generate.__main__ import speak
+    from iris.generate.worker import Settings
+
+    console.rule("the whole model", align="left")
+    console.print(escape(options.question), soft_wrap=True)
+    ranks, settings = min(options.ranks, MODEL_RANKS), Settings(tokens=24)
+    env = {"IRIS_DEVICE": options.device}
+    try:
+        report = speak(console, "smollm2", ranks, [options.question], settings, env=env)
+    except IrisError as error:
+        console.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", soft_wrap=True)
+        return False
+    fused = sum(row.fused for row in report.summary.fused)
+    total = sum(row.total for row in report.summary.fused)
+    console.print(f"[bold green]{fused} of {total} collectives are in fused stages[/]")
+    return True
 
 
 if __name__ == "__main__":

@@ -50,9 +50,9 @@ class Decoder:
         return text
 
 
-def load(name: str) -> tuple[Model, Callable[[str], list[int]]]:
+def load(name: str) -> tuple[Model, Callable[[str, bool], list[int]]]:
     """A model by name ("smollm2") or folder of safetensors, and what turns a prompt into its
-    tokens.
+    tokens: by its chat template, or as it is.
 
     Raises UnsupportedError where a package is missing, or there is no such model.
     """
@@ -72,8 +72,8 @@ def load(name: str) -> tuple[Model, Callable[[str], list[int]]]:
         )
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
 
-    def encode(prompt: str) -> list[int]:
-        if tokenizer.chat_template is None:
+    def encode(prompt: str, chat: bool = True) -> list[int]:
+        if tokenizer.chat_template is None or not chat:
             return list(tokenizer(prompt).input_ids)
         turn = [{"role": "user", "content": prompt}]
         text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)

@@ -31,7 +31,9 @@ SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 @dataclass(frozen=True)
 class Quantised:
-    """A tensor of a GGUF file; a slice maps the file and dequantises only the rows it takes."""
+    """A tensor of a GGUF file; a slice maps the file and dequantises only the rows and blocks of
+    columns that it takes.
+    """
 
     path: Path
     offset: int
@@ -51,11 +53,18 @@ class Quantised:
         return cls(weights_path(), where, data.shape, data.dtype.str, kind, shape, head)
 
     def __getitem__(self, index: Any) -> Tensor:
-        from gguf import GGMLQuantizationType, dequantize
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
         rows, *columns = index if isinstance(index, tuple) else (index,)
-        data = np.memmap(self.path, self.stored_type, "r", self.offset, self.stored)
-        found = torch.tensor(dequantize(data[rows], GGMLQuantizationType(self.kind)))
+        kind, first = GGMLQuantizationType(self.kind), 0
+        data = np.memmap(self.path, self.stored_type, "r", self.offset, self.stored)[rows]
+        if columns and self.stored_type == "|u1":
+            block, size = GGML_QUANT_SIZES[kind]
+            start, stop, _ = columns[0].indices(self.shape[1])
+            first = start // block * block
+            data = data[:, start // block * size : -(-stop // block) * size]
+            columns = [slice(start - first, stop - first)]
+        found = torch.tensor(dequantize(data, kind))
         if self.head is not None:
             halves = found.view(-1, self.head // 2, 2, *found.shape[1:])
             found = halves.transpose(1, 2).reshape(found.shape)
@@ -106,13 +115,15 @@ def checkpoint(model: SmolLM2) -> Checkpoint:
 
 @dataclass(frozen=True)
 class Chat:
-    """Turns a question into the tokens of the model's chat template."""
+    """Turns a question into the tokens of the model's chat template, or of the text alone."""
 
     model: SmolLM2
 
-    def __call__(self, prompt: str) -> list[int]:
+    def __call__(self, prompt: str, chat: bool = True) -> list[int]:
         begin, end = (self.model.field(f"tokenizer.ggml.{n}_token_id") for n in ("bos", "eos"))
         encode = self.model.tokenizer.encode
+        if not chat:
+            return encode(prompt)
         tokens: list[int] = []
         for role, text in (("system", SYSTEM), ("user", prompt)):
             tokens += [begin, *encode(f"{role}\n{text}"), end, *encode("\n")]

@@ -19,6 +19,8 @@ from iris.spmd.collectives import all_gather
 from iris.spmd.decorator import spmd
 from iris.spmd.statics import SIMPLE, static_key, submodules
 
+# How this version of transformers calls the cache, among arguments and results.
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 SPREAD = 256  # from so many rows on, a prefill's rows are split over ranks between matmuls
 SHORTEST = 16  # rows of a prefill are padded to this or a larger power of two: few shapes
 
@@ -211,8 +213,7 @@ def forward(
     logits, new = self.spmd(pad(input_ids, extra), cos, sin, masks, past, keep)
     if use_cache is not False:
         known.append(new, rows)
-    names = {"cache", "past_key_values"} & set(CausalLMOutputWithPast.__dataclass_fields__)
-    given = dict.fromkeys(names, None if use_cache is False else known)
+    given: Any = {CACHE: None if use_cache is False else known}
     return CausalLMOutputWithPast(logits=logits[:, :rows], **given)
 
 

@@ -9,6 +9,8 @@ from iris.demo.model import SmolLM2
 
 pytestmark = pytest.mark.ranks
 
+QUIET = ["--device", "cpu", "--question", ""]  # the block alone
+
 
 @pytest.fixture(scope="module")
 def model() -> SmolLM2:
@@ -26,7 +28,7 @@ def _read_once(model: SmolLM2, monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_ranks_agree_with_one(ranks: int, tokens: int, capsys: pytest.CaptureFixture[str]) -> None:
-    code = demo.main(["--ranks", str(ranks), "--tokens", str(tokens), "--device", "cpu"])
+    code = demo.main(["--ranks", str(ranks), "--tokens", str(tokens), *QUIET])
     shown = capsys.readouterr().out
     assert code == 0, shown
     assert "agrees with one rank" in shown
@@ -35,7 +37,7 @@ def test_ranks_agree_with_one(ranks: int, tokens: int, capsys: pytest.CaptureFix
 
 
 def test_triton_lowering(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--ranks", "2", "--tokens", "4", "--lowering", "triton", "--device", "cpu"]
+    options = ["--ranks", "2", "--tokens", "4", "--lowering", "triton", *QUIET]
     code = demo.main(options)
     shown = capsys.readouterr().out
     assert code == 0, shown
@@ -52,9 +54,18 @@ def test_a_wrong_result_is_noticed(
         return right(**arguments) + wrong
 
     monkeypatch.setattr(block, "one_rank", one_rank)
-    assert demo.main(["--ranks", "1", "--tokens", "2", "--device", "cpu"]) == 1
+    assert demo.main(["--ranks", "1", "--tokens", "2", *QUIET]) == 1
     assert "differs with one rank" not in (shown := capsys.readouterr().out)
     assert "differs from one rank" in shown
+
+
+@pytest.mark.slow
+def test_the_whole_model_answers(capfd: pytest.CaptureFixture[str]) -> None:
+    assert demo.main(["--ranks", "3", "--tokens", "8", "--device", "cpu"]) == 0
+    shown = capfd.readouterr().out
+    assert "The capital of France is Paris.\n" in shown
+    assert "60 matmul_all_reduce" in shown
+    assert "124 of 124 collectives are in fused stages" in shown
 
 
 def test_what_is_not_installed_is_said(

@@ -2,11 +2,18 @@
 whatever does not.
 """
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import torch
 
 import iris
-from iris.generate import __main__ as command, models
+from iris.generate import __main__ as command, models, worker
 
 pytestmark = [
     pytest.mark.ranks,
@@ -33,9 +40,10 @@ KINDS = {
 SLOW = ("llama", "mistral", "qwen2", "smollm3", "gemma")
 
 
-def slow(value):
+def slow(values):
     """A case that `make test` leaves out: it takes ten seconds or more."""
-    return pytest.param(value, marks=pytest.mark.slow)
+    many = values if isinstance(values, tuple) else (values,)
+    return pytest.param(*many, marks=pytest.mark.slow)
 
 
 def tiny(kind, heads=9, kv_heads=3, **options):
@@ -232,6 +240,20 @@ def smollm2():
     return model, encode, whole
 
 
+QUESTIONS = (
+    "What is the capital of France?",
+    "Hi!",
+    "Count from one to ten.",
+    "Why is the sky blue?",
+    "Write a line about the sea.",
+    "2 + 2 =",
+    "Name three colours.",
+    "Translate 'good morning' into French.",
+    "Who wrote Hamlet?",
+    "What does a compiler do? Answer at length, with an example, please, and a joke at the end.",
+)
+
+
 def _real(model, prompts, tokens):
     iris.iris(1 << 28)
     torch.set_num_threads(1)
@@ -239,13 +261,13 @@ def _real(model, prompts, tokens):
     return [ask(built, ids, tokens=tokens) for ids in prompts]
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("world", [2, slow(3), slow(4)])
-def test_a_real_model(ranks, smollm2, world):
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("world", "count"), [(2, 2), slow((3, 10)), slow((4, 2)), slow((1, 2))])
+def test_a_real_model(ranks, smollm2, world, count):
     model, encode, whole = smollm2
-    asked = [torch.tensor([encode(text)]) for text in ("What is the capital of France?", "Hi!")]
-    expected = [ask(whole, ids, tokens=4) for ids in asked]
-    check(ranks(world).run(_real, model, asked, 4, timeout=280), expected, close=1e-3)
+    asked = [torch.tensor([encode(text)]) for text in QUESTIONS[:count]]
+    expected = [ask(whole, ids, tokens=8) for ids in asked]
+    check(ranks(world).run(_real, model, asked, 8, timeout=580), expected, close=1e-3)
 
 
 @pytest.mark.slow
@@ -261,7 +283,9 @@ def test_the_command_streams(smollm2, monkeypatch, capfd):
     assert "7 tokens, " in shown
 
 
-def test_a_folder_of_safetensors(tmp_path, capfd):
+@pytest.fixture
+def folder(tmp_path):
+    """A tiny model and its tokenizer as files: word ``wN`` is token N."""
     words = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({f"w{number}": number for number in range(61)}, unk_token="w0")
     )
@@ -269,14 +293,117 @@ def test_a_folder_of_safetensors(tmp_path, capfd):
     transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
     whole = tiny("qwen3", 4, 2, tie_word_embeddings=False)
     whole.save_pretrained(tmp_path)
-    options = ["--model", str(tmp_path), "--ranks", "3", "--tokens", "5", "--prompt", "w7 w8 w9"]
-    assert command.main(options) == 0
-    tokens = ask(whole, torch.tensor([[7, 8, 9]]), tokens=5)[0][0, 3:].tolist()
-    assert " ".join(f"w{token}" for token in tokens) in capfd.readouterr().out
-    assert command.main([*options[:-1], ""]) == 1
+    return tmp_path, whole
+
+
+def words_of(tokens):
+    return " ".join(f"w{token}" for token in tokens)
+
+
+def test_a_folder_of_safetensors(folder, capfd):
+    path, whole = folder
+    options = ["--model", str(path), "--ranks", "3", "--tokens", "5"]
+    assert command.main([*options, "--prompt", "w7 w8 w9"]) == 0
+    alone = ask(whole, torch.tensor([[7, 8, 9]]), tokens=5)[0][0, 3:].tolist()
+    assert words_of(alone) in capfd.readouterr().out
+    assert command.main([*options, "--prompt", ""]) == 1
     assert "the prompt has no tokens" in capfd.readouterr().out
+
+
+def _spoken(pool, path, prompts, settings):
+    """What every rank says; it is the same."""
+    model, encode = models.load(str(path))
+    tokens = [encode(prompt) for prompt in prompts]
+    first, *others = pool.run(worker.run, model, tokens, settings, timeout=110)
+    assert all((other.tokens, other.texts) == (first.tokens, first.texts) for other in others)
+    return first
+
+
+def test_a_batch_of_different_lengths_stops_where_it_should(ranks, folder):
+    path, whole = folder
+    asked = [[7, 8, 9], [5], [4, 3, 2, 11, 12]]
+    alone = [ask(whole, torch.tensor([one]), tokens=6)[0][0, len(one) :].tolist() for one in asked]
+    stop = f"w{alone[1][3]}"
+    settings = worker.Settings(tokens=6, stop=(stop,), aloud=False)
+    found = _spoken(ranks(2), path, [words_of(one) for one in asked], settings)
+    for text, tokens in zip(found.texts, alone, strict=True):
+        assert text == words_of(tokens).partition(stop)[0]
+
+
+def test_draws_are_the_same_on_all_ranks_and_by_seed(ranks, folder):
+    path, _ = folder
+    said = [
+        _spoken(
+            ranks(2), path, ["w7 w8", "w3"], worker.Settings(tokens=8, temperature=2.0, seed=seed)
+        )
+        for seed in (1, 1, 2)
+    ]
+    assert said[0].tokens == said[1].tokens != said[2].tokens
+
+
+def test_an_interrupt_leaves_nothing_behind(folder):
+    """Ctrl-C while it speaks: the command and its ranks are gone, and so is their memory."""
+    before = set(os.listdir("/dev/shm"))
+    options = ["--model", str(folder[0]), "--ranks", "2", "--tokens", "100000", "--prompt", "w7"]
+    command = [sys.executable, "-m", "iris.generate", *options]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        while b"w" not in (shown := started.stdout.read1()):
+            assert shown or started.poll() is None
+        group = os.getpgid(started.pid)
+        started.send_signal(signal.SIGINT)
+        assert started.wait(30) == 130
+    finally:
+        started.kill()
+        started.stdout.close()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and _members(group):
+        time.sleep(0.1)
+    assert _members(group) == []
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def _members(group):
+    """Command lines of the processes of a session that are alive."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except (OSError, NotADirectoryError):
+            continue
+        if entry.name.isdecimal() and int(fields[3]) == group and fields[0] not in "ZX":
+            found.append((entry.name, (entry / "cmdline").read_text()))
+    return found
 
 
 def test_the_command_says_what_it_cannot_find(capfd):
     assert command.main(["--model", "nowhere"]) == 1
     assert "there is no model at nowhere" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("--ranks=0", "'0' is not a whole number from 1 up"),
+        ("--temperature=warm", "'warm' is not a number from 0 to 100"),
+        ("--top-p=1.5", "'1.5' is not a number from 0 to 1.0"),
+    ],
+)
+def test_bad_values_say_what_is_allowed(option, text, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command.main([option])
+    assert text in capsys.readouterr().err
+
+
+def test_text_is_written_when_characters_are_whole():
+    shown = []
+    pieces = {1: b"\xe2\x82", 2: b"\xac", 3: b"!", 9: b"?"}
+    decode = lambda tokens: b"".join(map(pieces.get, tokens)).decode("utf-8", "replace")  # noqa: E731
+    streamer = worker.Streamer(decode, shown.append, ends=(9,))
+    streamer.put(torch.tensor([[5, 6]]))
+    for token in (1, 2, 3, 9, 3):
+        streamer.put(torch.tensor([token]))
+    streamer.end()
+    assert "".join(shown) == "€!\n"
+    assert shown[0] == "€"
+    assert streamer.tokens == [[1, 2, 3]]
