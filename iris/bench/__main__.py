@@ -21,6 +21,7 @@ COMMANDS = {
     "model": "decode and prefill of whole models, beside torch's symmetric memory and one rank",
     "barrier": "the device barrier beside torch's",
     "gemm": "the GEMM loop of the stages beside cuBLAS",
+    "copies": "the copy engine's puts, by the host and by kernels, beside a kernel that stores",
     "replay": "the host's time for a call beside a bare graph launch and torch.compile",
 }
 MODELS = ("8B", "70B", "32B")
@@ -39,7 +40,7 @@ def _worker(args: Namespace) -> tuple[list[Any], dict[str, Any], Path]:
 
     from iris.bench.report import conditions, save
 
-    ctx = iris.iris(HEAP)
+    ctx = iris.iris(HEAP, engines=("sdma",) if "copies" in args.commands else ())
     about = conditions(ctx.num_ranks, share_of(ctx.num_ranks) if args.shared else 100)
     gpu = about["gpu"].replace(" ", "-")
     name = f"{about['date'][:10]}-{'-'.join(args.commands)}-{gpu}-W{ctx.num_ranks}.json"

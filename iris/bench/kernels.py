@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from iris.device import copy_engine, ops
 from iris.device.target import device_function
 from iris.lower.kernels.gemm import finish_piece, nothing, run_segments
 from iris.lower.kernels.protocol import enter, leave, team
@@ -11,6 +12,22 @@ from iris.lower.kernels.protocol import enter, leave, team
 @triton.jit
 def nothing_kernel():
     """Do nothing."""
+
+
+@triton.jit
+def ask_kernel(engine, x, out, bases, nbytes, rank, peer):
+    """Put ``nbytes`` by the copy engine, and wait until they are there."""
+    copy_engine.put_rows(engine, peer, ops.translate(out, bases, rank, peer), x, nbytes)
+    copy_engine.quiet(engine, peer)
+
+
+@triton.jit
+def store_kernel(x, out, bases, n, rank, peer, BLOCK: tl.constexpr):
+    """Put ``n`` elements with the threads of a grid that stays."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    for first in range(0, tl.cdiv(n, tl.num_programs(0) * BLOCK)):
+        at = i + first.to(tl.int64) * tl.num_programs(0) * BLOCK
+        ops.put(x + at, out + at, rank, peer, bases, at < n)
 
 
 @device_function

@@ -52,7 +52,7 @@ def atomic_add(
     target = translate(pointer, heap_bases, from_rank, to_rank, hint)
     if use_copy_engine:
         tl.static_assert(mask is None, "atomic_add: use_copy_engine takes no mask")
-        copy_engine.add(copy_engine_ctx, to_rank, target, val)
+        copy_engine.signal(copy_engine_ctx, to_rank, target, val, copy_engine.ADD)
         old = tl.cast(0, ELEMENT)
     else:
         old = tl.atomic_add(target, spread(val, target), mask=mask, sem=sem, scope=scope)

@@ -26,6 +26,7 @@ ROW = tl.constexpr(copy_queue.ROW)
 WORDS = tl.constexpr(copy_queue.WORDS)
 COPY = tl.constexpr(copy_queue.COPY)
 ADD = tl.constexpr(copy_queue.ADD)
+SET = tl.constexpr(copy_queue.SET)
 
 
 @device_function
@@ -55,17 +56,31 @@ def enqueue(row, to_rank, op, dst, src, width, height, dst_pitch, src_pitch):
 
 
 @device_function
-def add(copy_engine_ctx, to_rank, target, val):
-    """Ask for ``val`` to be added at ``target``, an address on ``to_rank``."""
+def put_rows(
+    copy_engine_ctx, to_rank, target, source, width, height=1, target_pitch=0, source_pitch=0
+):
+    """Ask for a copy of ``height`` rows of ``width`` bytes, which start every so many bytes.
+
+    ``target`` is an address on ``to_rank`` (``iris.translate``). For what is larger than a block.
+    """
+    row = _row(copy_engine_ctx, to_rank)
+    dst = tl.cast(target, tl.int64)
+    src = tl.cast(source, tl.int64)
+    enqueue(row, to_rank, COPY, dst, src, width, height, target_pitch, source_pitch)
+
+
+@device_function
+def signal(copy_engine_ctx, to_rank, target, value, OP: tl.constexpr = SET):
+    """Ask for the integer at ``target``, an address on ``to_rank``, to be set to ``value``."""
     ELEMENT: tl.constexpr = target.dtype.element_ty
     tl.static_assert(
         ELEMENT.is_int() and ELEMENT.primitive_bitwidth >= 32,
-        "the copy engine adds to int32, int64, uint32 or uint64",
+        "the copy engine changes int32, int64, uint32 or uint64",
     )
-    tl.static_assert(not target.type.is_block(), "the copy engine adds to one place at a time")
+    tl.static_assert(not target.type.is_block(), "the copy engine changes one place at a time")
     SIZE: tl.constexpr = ELEMENT.primitive_bitwidth // 8
     row = _row(copy_engine_ctx, to_rank)
-    enqueue(row, to_rank, ADD, tl.cast(target, tl.int64), tl.cast(val, tl.int64), SIZE, 1, 0, 0)
+    enqueue(row, to_rank, OP, tl.cast(target, tl.int64), tl.cast(value, tl.int64), SIZE, 1, 0, 0)
 
 
 @device_function

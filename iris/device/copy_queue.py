@@ -27,5 +27,5 @@ ROW = 8
 SEQ, OP, DST, SRC, WIDTH, HEIGHT, DST_PITCH, SRC_PITCH = range(8)
 WORDS = 8
 
-# Operations. ADD adds SRC, a number, to the integer of WIDTH bytes at DST.
-COPY, ADD = 1, 2
+# Operations. ADD adds SRC, a number, to the integer of WIDTH bytes at DST; SET puts it there.
+COPY, ADD, SET = 1, 2, 3

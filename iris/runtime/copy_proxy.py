@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from iris import config
-from iris.device.copy_queue import ADD, COPY, OP, ROW, WORDS
+from iris.device.copy_queue import ADD, COPY, OP, ROW, SET, WORDS
 from iris.errors import IrisError, PeerError
 from iris.runtime.board import fence
 from iris.runtime.copy_lanes import (
@@ -202,13 +202,13 @@ class Engine:
         kind, dst, src, width, height, dst_pitch, src_pitch = words
         copy = Rectangle(dst, src, width, height, dst_pitch, src_pitch)
         end = copy.dst_end
-        if kind not in (COPY, ADD) or not self._ctx.heap.holds(peer, dst, end):
+        if kind not in (COPY, ADD, SET) or not self._ctx.heap.holds(peer, dst, end):
             raise IrisError(
                 f"{self._name()} was asked for what is not on the heap of rank {peer}: "
                 f"operation {kind}, {end - dst} bytes at {dst:#x}",
                 help="pass pointers to tensors of this context, and its own get_copy_engine_ctx()",
             )
-        return copy if kind == COPY else Mark(dst, src, wide=width == 8, add=True)
+        return copy if kind == COPY else Mark(dst, src, wide=width == 8, add=kind == ADD)
 
     def _fail(self, error: IrisError) -> None:
         """Note why, and let no wait of this rank's kernels go on."""

@@ -220,6 +220,36 @@ def test_an_add_comes_after_the_data(ranks, dtype):
 
 
 @triton.jit
+def put_all(x, out, flag, bases, engine, rank, peer, nbytes, value):
+    copy_engine.put_rows(engine, peer, ops.translate(out, bases, rank, peer), x, nbytes)
+    copy_engine.signal(engine, peer, ops.translate(flag, bases, rank, peer), value)
+    copy_engine.quiet(engine, peer)
+
+
+def rows_and_a_flag():
+    """More than a block at once, and a flag that is set after it."""
+    ctx = iris.iris(1 << 20, engines=("sdma",))
+    rank, world = ctx.cur_rank, ctx.num_ranks
+    right, left = (rank + 1) % world, (rank - 1) % world
+    x, out = ctx.zeros(2, 50_001, dtype=torch.int16)
+    flag = ctx.zeros(1, dtype=torch.int32)
+    for turn in range(3):
+        x.copy_((torch.arange(50_001) * 3 + turn) % 1009 + rank)
+        ctx.barrier()
+        engine, bases = ctx.get_copy_engine_ctx(), ctx.get_heap_bases()
+        put_all[(1,)](x, out, flag, bases, engine, rank, right, x.nbytes, 40 + turn)
+        ctx.barrier()
+        expected = ((torch.arange(50_001) * 3 + turn) % 1009 + left).to(torch.int16)
+        assert torch.equal(out.cpu(), expected)
+        assert flag.tolist() == [40 + turn]
+        ctx.barrier()
+
+
+def test_rows_and_a_flag(ranks):
+    ranks(2).run(rows_and_a_flag)
+
+
+@triton.jit
 def put_anywhere(x, address, engine, peer):
     copy_engine.enqueue(
         engine + peer * copy_engine.ROW,
