@@ -17,7 +17,7 @@ from iris.lower.epilogue import Epilogue, of_match
 from iris.lower.kernels.all_gather_matmul import AllGatherMatmul
 from iris.lower.kernels.config import default_config
 from iris.lower.kernels.gemm import identity
-from iris.lower.kernels.host import Turns
+from iris.lower.kernels.host import Turns, Workspace
 from iris.lower.kernels.matmul_all_gather import MatmulAllGather
 from iris.lower.kernels.matmul_all_reduce import MatmulAllReduce
 from iris.lower.kernels.matmul_reduce_scatter import MatmulReduceScatter
@@ -67,7 +67,8 @@ class FusedCall:
         self.dtypes = [values.dtype(name) for name in results_of(match)]
         self.epilogue = of_match(match)
         self.tile_shapes = _tile_shapes(match, self.epilogue, values)
-        self.launch, self.workspace = LAUNCHERS[match.stage](self, match, Site(ctx, group, values))
+        self.launch, self.work = LAUNCHERS[match.stage](self, match, Site(ctx, group, values))
+        self.workspace = self.work.block.nbytes
 
     def __call__(self, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         weights, operands = rest[: self.weights], rest[self.weights :]
@@ -125,7 +126,7 @@ class Site:
 Launch = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor], tuple[Any, ...], int | Turns], None]
 
 
-def _launch_gather(call: FusedCall, match: Match, site: Site) -> tuple[Launch, int]:
+def _launch_gather(call: FusedCall, match: Match, site: Site) -> tuple[Launch, Workspace]:
     gathered = site.values.shape(match.collective.out.name)
     columns = [site.values.shape(p.right)[1] for p in match.products]
     dtype = site.values.dtype(match.products[0].left)
@@ -149,10 +150,10 @@ def _launch_gather(call: FusedCall, match: Match, site: Site) -> tuple[Launch, i
         out, gathered = (outs[:-1], outs[-1]) if call.gathers else (outs, None)
         stage(flat, weights, out=out, args=[args], gathered=gathered, dry=dry)
 
-    return launch, stage.workspace.block.nbytes
+    return launch, stage.workspace
 
 
-def _launch_then(call: FusedCall, match: Match, site: Site) -> tuple[Launch, int]:
+def _launch_then(call: FusedCall, match: Match, site: Site) -> tuple[Launch, Workspace]:
     """A product whose rows, or columns as the transposed problem, are summed or gathered."""
     values, product = site.values, match.products[0]
     (m, k), n = values.shape(product.left), values.shape(product.right)[1]
@@ -176,7 +177,7 @@ def _launch_then(call: FusedCall, match: Match, site: Site) -> tuple[Launch, int
         left, right, out = (weights[0].T, x.T, outs[0].T) if columns else (x, weights[0], outs[0])
         stage(left, right, out=out, args=args, dry=dry)
 
-    return launch, stage.workspace.block.nbytes
+    return launch, stage.workspace
 
 
 THEN: Mapping[str, Any] = {
@@ -185,7 +186,7 @@ THEN: Mapping[str, Any] = {
 }
 
 
-def _launch_reduce(call: FusedCall, match: Match, site: Site) -> tuple[Launch, int]:
+def _launch_reduce(call: FusedCall, match: Match, site: Site) -> tuple[Launch, Workspace]:
     (m, k), n = (
         site.values.shape(match.products[0].left),
         site.values.shape(match.products[0].right)[1],
@@ -198,10 +199,10 @@ def _launch_reduce(call: FusedCall, match: Match, site: Site) -> tuple[Launch, i
     def launch(x: Tensor, weights: Any, outs: Any, args: Any, dry: Any) -> None:
         stage(x, weights[0], out=outs[0], after_args=args, dry=dry)
 
-    return launch, stage.workspace.block.nbytes
+    return launch, stage.workspace
 
 
-LAUNCHERS: Mapping[str, Callable[[FusedCall, Match, Site], tuple[Launch, int]]] = {
+LAUNCHERS: Mapping[str, Callable[[FusedCall, Match, Site], tuple[Launch, Workspace]]] = {
     "all_gather_matmul": _launch_gather,
     "matmul_reduce_scatter": _launch_then,
     "matmul_all_gather": _launch_then,

@@ -168,6 +168,8 @@ class _Writer:
         values = Values(self.types, self.graph.mesh, self.place.coord)
         call = FusedCall(match, self.place.ctx, group, values)
         name = f"{match.stage}_{match.results[0]}"
+        what = Site(self.graph, self.place, node, len(self.fused)).what
+        call.work.named(what, f"{match.stage} %{match.results[0]}")
         self.space[name] = call
         self.fused.append(call)
         operands = operands_of(match)

@@ -119,6 +119,7 @@ def _make(site: Site, name: str, *args: Any) -> Collective:
         except UnsupportedError:  # the same on all ranks: it depends on dtype and op alone
             pass
         else:
+            stage.workspace.named(site.what, f"{site.node.op} %{site.node.out.name}")
             shape = site.node.out.type.local_shape(site.graph.mesh, site.place.coord)
             return KernelCollective(stage, shape, site.dtype, site.place.ctx)
     made: Collective = getattr(collectives, f"make_{name}")(site.group, *args, site.what)

@@ -124,6 +124,7 @@ class Tracing:
         self.enabled = False
         self._ctx = ctx
         self._max_events = 0
+        self.titles: dict[int, str] = {}  # of stages, by the numbers that waits have
         self._kinds: list[str] = []
         self._started = Anchor()
 
@@ -245,7 +246,11 @@ class Tracing:
         words = zlib.compress(self._buffer[:kept].cpu().numpy().tobytes(), 1)
         device = self._ctx.device
         clock = Clock(_name(device), self._started, self._clock())
-        kinds, stages = tuple(self._kinds), dict(self._ctx.watch.stages)
+        kinds = tuple(self._kinds)
+        stages = {
+            number: (self.titles.get(number, what), ranks)
+            for number, (what, ranks) in self._ctx.watch.stages.items()
+        }
         return Record(self._ctx.cur_rank, clock, kinds, stages, words, kept, count - kept)
 
 

@@ -156,8 +156,8 @@ def test_stages_of_a_program_record_themselves(ranks):
     for timeline in (first, again):
         for rank in range(2):
             events = [event for event in timeline.events if event.rank == rank]
-            gather = [e for e in events if e.args["stage"].startswith("all_gather_matmul")]
-            scatter = [e for e in events if e.args["stage"].startswith("matmul_reduce_scatter")]
+            gather = [e for e in events if e.args["stage"] == "all_gather_matmul %1"]
+            scatter = [e for e in events if e.args["stage"] == "matmul_reduce_scatter %3"]
             assert len(gather) + len(scatter) == len(events)
             assert {event.kind for event in gather} == {"push", "wait", "tile", "emit"}
             assert {event.kind for event in scatter} == {"tile", "emit", "sum", "wait"}

@@ -146,8 +146,8 @@ class Workspace:
         self.flags = torch.tensor(self.block.peers, dtype=torch.int64, device=self.device)
         self.staging = self.flags + flag_bytes
         self.state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=self.device)
-        self._watch = ctx.watch.record, ctx.watch.stage(what, group.ranks)
-        self._tracing = ctx.tracing
+        self._ctx, self._ranks = ctx, group.ranks
+        self.named(what, what)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         # No rank may set a flag before its owner has zeroed it.
@@ -159,7 +159,13 @@ class Workspace:
 
         The fields are None, and nothing of events is compiled, while tracing is not enabled.
         """
-        return (*self._watch, self._tracing.fields if self._tracing.enabled else None)
+        tracing = self._ctx.tracing
+        return self._ctx.watch.record, self._number, tracing.fields if tracing.enabled else None
+
+    def named(self, what: str, title: str) -> None:
+        """Call this ``what`` in errors, alike on all ranks, and ``title`` in timelines."""
+        self._number: int = self._ctx.watch.stage(what, self._ranks)
+        self._ctx.tracing.titles[self._number] = title
 
 
 def operand_mode(x: Tensor, tma: bool) -> int:
