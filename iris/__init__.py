@@ -84,6 +84,7 @@ _LAZY = {
     "explain": "iris.spmd.summary",
     "parallelize": "iris.hf",
     "profile": "iris.spmd.profiling",
+    "tune": "iris.spmd.tuning",
     **dict.fromkeys(("Provider", "TorchSymmetricMemory"), "iris.runtime.providers"),
 }
 

@@ -162,6 +162,21 @@ cache_dir = Knob(
 )
 
 
+def private_folder(name: str) -> Path:
+    """Return a folder of this user's in the cache folder, made with mode 0700.
+
+    Raises ``ConfigError`` where it belongs to another user: what is in it is trusted.
+    """
+    folder = Path(cache_dir()) / name
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.geteuid():
+        raise ConfigError(
+            f"the cache folder {folder} belongs to another user",
+            help="set IRIS_CACHE_DIR to a folder of your own",
+        )
+    return folder
+
+
 def knobs() -> tuple[Knob[object], ...]:
     """Return every knob, by name."""
     found = [value for value in globals().values() if isinstance(value, Knob)]

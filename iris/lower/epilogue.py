@@ -13,10 +13,9 @@ import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from iris import config
+from iris.config import private_folder
 from iris.graph.nodes import Arg, Node, Ref, Token
 from iris.graph.types import TensorType
 
@@ -201,8 +200,7 @@ def _name(name: str) -> str:
 
 def _module(name: str, source: str) -> Any:
     """Import ``source`` from the cache folder, writing it there first if need be."""
-    folder = Path(config.cache_dir()) / "epilogues"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = private_folder("epilogues")
     path = folder / f"{name}.py"
     if not path.exists() or path.read_text() != source:
         handle, temporary = tempfile.mkstemp(dir=folder, suffix=".py")

@@ -16,6 +16,7 @@ from iris.graph.types import TensorType
 from iris.lower.choices import choose
 from iris.lower.cost import ANY, Profile, profile_of
 from iris.lower.dtypes import dtype_name
+from iris.lower.tuned import Times, of_group
 from iris.runtime.context import current
 from iris.runtime.groups import Group
 from iris.spmd.agreement import agree_on_graph, agreed, group_of, one_rank_retraces, resolve_types
@@ -48,6 +49,7 @@ class Compiler:
         self.types: list[TensorType] | None = None  # of the leaves; None while there is no mesh
         self.held_types: dict[int, Value] = {}  # by the tensor's id
         self.bases: Bases = ()
+        self.measured: Times = {}
         self.doubtful = False  # some rank's arguments fit programs of several sizes
 
     def run(self) -> Program:
@@ -62,6 +64,8 @@ class Compiler:
                 return known
             self._type_held(types[len(self.leaves) :])
             self.types = list(types[: len(self.leaves)])
+        if not (mesh is not None and mesh.abstract) and self._lowering(mesh) == "triton":
+            self.measured = of_group(current(), group or current().world)
         program = agreed(group, f"trace of {self.name}", lambda: self._program(mesh))
         chosen = [choice.algorithm for choice in program.choices.values()]
         everyone = group or group_of(program.mesh)
@@ -179,7 +183,7 @@ class Compiler:
         dump = Dump(self.name)
         fused = dump.passes(graph) if self.options.fuse else graph
         lowering = self._lowering(mesh)
-        choices = choose(fused, lowering, _profile(mesh))
+        choices = choose(fused, lowering, _profile(mesh), self.measured)
         for name, source in generated(choices).items():
             dump.write(f"kernel_{name}", source)
         return Program(
@@ -197,12 +201,13 @@ class Compiler:
             dump,
         )
 
-    def _lowering(self, mesh: ProgramMesh) -> str:
+    def _lowering(self, mesh: ProgramMesh | None) -> str:
         """How stages run: what the decorator or the environment says, else by the device."""
         name = self.options.lowering or config.lowering()
         if name != "auto":
             return name
-        return "torch" if not mesh.abstract and current().device.type == "cpu" else "triton"
+        abstract = mesh is not None and mesh.abstract
+        return "torch" if not abstract and current().device.type == "cpu" else "triton"
 
     def _check_results(self, traced: Traced, graph: Graph) -> None:
         """Every result against its out-spec."""

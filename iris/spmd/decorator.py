@@ -80,6 +80,14 @@ class SpmdFunction:
         """Every program traced and still kept, the oldest first; not those of methods."""
         return tuple(self._state.programs.values())
 
+    def fresh(self) -> "SpmdFunction":
+        """The same function without any program."""
+        return SpmdFunction(*self.__getstate__())
+
+    def forget(self) -> None:
+        """Drop every program: the next call traces again. All ranks do so together."""
+        self._state, self._states = _State(), {}
+
     def __get__(self, instance: Any, owner: type | None = None) -> "SpmdFunction | SpmdMethod":
         return self if instance is None else SpmdMethod(self, instance)
 
