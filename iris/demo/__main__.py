@@ -26,7 +26,7 @@ QUESTION = "What is the capital of France?"
 LAYER = 0
 CALLS = 3
 MAX_RANKS = 16
-MODEL_RANKS = 4
+MODEL_RANKS = 3  # its nine heads divide by three
 MAX_TOKENS = 8192
 WIDTH = 120  # of what is shown where there is no terminal
 

@@ -64,6 +64,8 @@ class Quantised:
             first = start // block * block
             data = data[:, start // block * size : -(-stop // block) * size]
             columns = [slice(start - first, stop - first)]
+            if start == stop:  # nothing to dequantise
+                return torch.zeros(len(data), 0)
         found = torch.tensor(dequantize(data, kind))
         if self.head is not None:
             halves = found.view(-1, self.head // 2, 2, *found.shape[1:])
