@@ -129,11 +129,16 @@ class Runner:
 
     def _inside(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
         """A call that the caller captures: its kernels become part of the caller's graph."""
-        if self.calls == 0 or self.on_host:
-            why = "has steps on the host" if self.on_host else "loads kernels in its first call"
+        if self.calls == 0:
             raise UnsupportedError(
-                f"{self.what} {why}, which a CUDA graph cannot hold",
-                help="call it once before the capture" if self.calls == 0 else "capture around it",
+                f"{self.what} is not loaded, and nothing can be loaded in a capture",
+                help="call it once before the capture",
+            )
+        if self.on_host:
+            text, line, why = self.outside[0]
+            raise UnsupportedError(
+                f"{self.what}: {text} {why}, which a CUDA graph cannot hold\n  at {line}",
+                help="capture what comes before and after it",
             )
         with torch.no_grad():
             return self.executable.run(*inputs)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
@@ -110,6 +111,11 @@ def prepare(program: Program) -> None:
     if program.executable is not None:
         return
     ctx, mesh = current(), program.mesh
+    if ctx.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            f"{program.title} is not ready, and nothing can be loaded in a capture",
+            help="call it once before the capture",
+        )
     group = ctx.group(mesh.ranks)
     place = Place(dict(mesh.coord), ctx, lambda axes: ctx.group(mesh.members(axes)))
     prepared = group.kept.setdefault("programs", weakref.WeakSet())

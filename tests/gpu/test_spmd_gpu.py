@@ -103,8 +103,8 @@ def test_mlp_on_other_worlds(world):
 
 
 def test_mlp_with_torch_ops():
-    for captured, _ in run(_mlp, 2, 64, 64, 128, torch.bfloat16, "torch", 4):
-        assert not captured
+    for captured, _ in run(_mlp, 2, 64, 64, 128, torch.bfloat16, "torch", 6):
+        assert captured  # between the meetings of ranks on the host
 
 
 def _replays(rounds):
