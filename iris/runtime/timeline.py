@@ -1,11 +1,13 @@
 """When each rank did what: spans of time as a Chrome trace and as a picture."""
 
 import gzip
+import io
 import json
 import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +44,9 @@ class Event:
     args: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(repr=False)
 class Timeline:
-    """Events of ranks; ``about`` says how they were measured.
+    """Events of ranks; ``about`` says how they were measured. A notebook shows it as a picture.
 
     Example::
 
@@ -56,6 +58,18 @@ class Timeline:
 
     events: list[Event] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        ranks = len({event.rank for event in self.events} - {CALLER})
+        span = (self._end() - self._begin()) / 1e6
+        return f"Timeline({len(self.events)} events of {ranks} ranks in {span:.3f} ms)"
+
+    def _repr_png_(self) -> bytes | None:
+        if find_spec("matplotlib") is None:
+            return None
+        picture = io.BytesIO()
+        self.plot().savefig(picture, dpi=110)
+        return picture.getvalue()
 
     def names(self, rank: int, track: str = HOST) -> list[str]:
         """What a track did, in order of the ends."""

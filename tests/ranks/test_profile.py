@@ -93,6 +93,8 @@ def test_host_steps_and_waits(ranks, tmp_path):
     assert titles == ["rank 0", "rank 1"]
     loaded = Timeline.load(path)
     assert [e.name for e in loaded.events] == [e.name for e in first.events]
+    assert repr(loaded).startswith(f"Timeline({len(first.events)} events of 2 ranks in ")
+    assert loaded._repr_png_().startswith(b"\x89PNG")
 
 
 def inside(path):
