@@ -14,3 +14,4 @@ from iris.nn.linear import (
 from iris.nn.mlp import ParallelMLP as ParallelMLP
 from iris.nn.norm import RMSNorm as RMSNorm
 from iris.nn.shards import Checkpoint as Checkpoint
+from iris.spmd.modules import partition as partition

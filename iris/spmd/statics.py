@@ -15,6 +15,7 @@ from iris.errors import SpecError
 
 SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 ATOMIC = (torch.dtype, torch.device, torch.layout, torch.memory_format, type, types.ModuleType)
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 MAX_DEPTH = 12
 
 
@@ -71,7 +72,9 @@ def _object_key(value: Any, depth: int) -> object:
 
 
 def module_key(module: torch.nn.Module) -> object:
-    """What a forward pass reads: classes, mode, plain attributes, which tensors there are."""
+    """What a forward pass reads: classes, mode, plain attributes, hooks, which tensors there
+    are.
+    """
     parts: list[object] = []
     for child in submodules(module):
         parts.append(type(child))
@@ -80,6 +83,10 @@ def module_key(module: torch.nn.Module) -> object:
             kind = type(value)
             if kind in SIMPLE:  # spelled out: this runs at every call
                 parts += (name, kind, static_key(value) if kind is float else value)
+            elif kind in FUNCTIONS:
+                parts += (name, value)
+        if child is not module:  # those of the outermost run around the program
+            parts += (*child._forward_pre_hooks.values(), None, *child._forward_hooks.values())
         for table in (child._parameters, child._buffers):
             for name, tensor in table.items():
                 parts += (name, None if tensor is None else tensor_identity(tensor))

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import iris
@@ -26,11 +27,12 @@ class Block(nn.Module):
         super().__init__()
         self.linear = nn.Linear(8, 8)
         self.lora = None
+        self.activation = F.relu
         self.double = False
         self.scale = 1.0
 
     def forward(self, x):
-        y = self.linear(x) * self.scale
+        y = self.activation(self.linear(x)) * self.scale
         if self.lora is not None:
             y = y + self.lora(x)
         if self.double:
@@ -74,6 +76,9 @@ CHANGES = {
     "replace data": lambda m: setattr(m.linear.weight, "data", torch.ones(8, 8)),
     "replace submodule": lambda m: setattr(m, "linear", nn.Linear(8, 8)),
     "add submodule": lambda m: setattr(m, "lora", nn.Linear(8, 8)),
+    "function": lambda m: setattr(m, "activation", torch.tanh),
+    "hook": lambda m: m.linear.register_forward_hook(lambda _, args, y: y + args[0]),
+    "hook before": lambda m: m.linear.register_forward_pre_hook(lambda _, args: args[0] * 2),
     "flag": lambda m: setattr(m, "double", True),
     "number": lambda m: setattr(m, "scale", 3.0),
     "eval": lambda m: m.eval(),

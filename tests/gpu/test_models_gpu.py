@@ -214,6 +214,40 @@ def test_a_parallelized_model_generates():
         assert any(replayed)
 
 
+def _changed():
+    """A block after each change that people make to modules, captured and replayed each time."""
+    ctx = iris.iris(1 << 26)
+    torch.manual_seed(0)
+    up, gate = (nn.Linear(64, 128).requires_grad_(False) for _ in range(2))
+    down = nn.Linear(128, 64).requires_grad_(False)
+    block = ParallelMLP.from_linear(up, down, gate).to(ctx.device)
+    twin = copy.deepcopy(block)
+    iris.spmd(block)
+    other = {name: torch.rand_like(value) for name, value in block.state_dict().items()}
+    changes = [
+        lambda mlp: None,
+        lambda mlp: mlp.load_state_dict(other),
+        lambda mlp: setattr(mlp, "gate", None),
+        lambda mlp: mlp.to(torch.bfloat16),
+        lambda mlp: mlp.half(),
+        lambda mlp: mlp.cpu().float().to(ctx.device),
+        lambda mlp: setattr(mlp, "activation", F.gelu),
+    ]
+    worst = 0.0
+    for change in changes:
+        for mlp in (block, twin):
+            change(mlp)
+        for _ in range(4):
+            x = torch.randn(16, 64, device=ctx.device).to(block.down.weight.dtype)
+            with torch.no_grad():
+                worst = max(worst, error(block(x), twin(x)))
+    return worst
+
+
+def test_changes_to_a_block_are_seen():
+    assert max(run(_changed, 2)) < 2e-2
+
+
 def _from_a_file(folder):
     ctx = iris.iris(1 << 26)
     stored = Checkpoint.open(folder)

@@ -2,6 +2,8 @@
 that do not.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import iris
+from iris import P
 from iris.nn import (
     Checkpoint,
     ColumnParallelLinear,
@@ -19,6 +22,7 @@ from iris.nn import (
     ParallelMLP,
     RMSNorm,
     RowParallelLinear,
+    partition,
 )
 from iris.testing import assert_close, delay, small_integers
 
@@ -176,6 +180,66 @@ def _decode(dtype, spread):
 @pytest.mark.parametrize("spread", [False, True], ids=["whole", "by rows"])
 def test_decoder(ranks, world, dtype, spread):
     ranks(world).run(_decode, dtype, spread)
+
+
+class Adapted(nn.Module):
+    """A layer with a low-rank adapter beside it, as LoRA puts them in later."""
+
+    def __init__(self, layer, rank=2):
+        super().__init__()
+        self.layer = layer
+        self.down = nn.Linear(WIDTH, rank, bias=False)
+        self.up = partition(nn.Linear(rank, len(layer.weight), bias=False), P("tp", None))
+
+    def forward(self, x):
+        return self.layer(x) + self.up(self.down(x))
+
+
+def _changed():
+    """A feed-forward block after each change that people make to models: what it gives at once."""
+    iris.iris(1 << 22)
+    torch.manual_seed(0)
+    up, gate = (nn.Linear(WIDTH, HIDDEN).requires_grad_(False) for _ in range(2))
+    down = nn.Linear(HIDDEN, WIDTH).requires_grad_(False)
+    block = ParallelMLP.from_linear(up, down, gate)
+    twin = copy.deepcopy(block)
+    names = list(block.state_dict())
+    assert iris.spmd(block) is block
+    assert list(block.state_dict()) == names
+    seen = []
+    other = {name: torch.rand_like(value) for name, value in block.state_dict().items()}
+
+    def adapt(mlp):
+        torch.manual_seed(1)
+        mlp.up = Adapted(mlp.up)
+
+    changes = {
+        "none": lambda mlp: None,
+        "new weights": lambda mlp: mlp.load_state_dict(other),
+        "hook": lambda mlp: mlp.gate.register_forward_hook(lambda _, args, y: y * 2),
+        "hook outside": lambda mlp: mlp.register_forward_hook(lambda *_: seen.append(1)),
+        "adapter": adapt,
+        "other submodule": lambda mlp: setattr(mlp, "gate", copy.deepcopy(mlp.gate)),
+        "activation": lambda mlp: setattr(mlp, "activation", F.gelu),
+        "eval": lambda mlp: mlp.eval(),
+        "bf16": lambda mlp: mlp.to(torch.bfloat16),
+        "half": lambda mlp: mlp.half(),
+        "back": lambda mlp: mlp.float(),
+    }
+    for change in changes.values():
+        for mlp in (block, twin):
+            change(mlp)
+        dtype = block.down.weight.dtype
+        for mode in (torch.no_grad, torch.inference_mode):
+            for seed in range(3):
+                x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(seed)).to(dtype)
+                with mode():
+                    assert_close(block(x), twin(x))
+    return len(seen)
+
+
+def test_changes_to_a_parallel_block_are_seen(ranks):
+    assert ranks(3).run(_changed) == [8 * 2 * 3 * 2] * 3
 
 
 def test_key_heads_are_repeated_for_more_ranks(ranks):
