@@ -119,6 +119,17 @@ def test_profile(mesh, tmp_path):
     assert mesh.run(sys.gettrace) == [None] * 4
 
 
+def test_profile_of_what_kernels_do(mesh):
+    specs = {"in_specs": (P("tp"), P(None, "tp")), "out_specs": P(None, "tp")}
+    f = iris.spmd(mesh=mesh, lowering="triton", **specs)(matmul)
+    with mesh.profile(tracing=True) as timeline:
+        f(torch.ones(64, 16), torch.ones(16, 64))
+    kinds = {(event.rank, event.kind) for event in timeline.events if event.track != "host"}
+    assert kinds == {(rank, kind) for rank in range(4) for kind in ("push", "wait", "tile", "emit")}
+    assert [about["rank"] for about in timeline.about["ranks"]] == [0, 1, 2, 3]
+    assert mesh.run(lambda: iris.current().tracing.enabled) == [False] * 4
+
+
 def test_picture_of_a_profile(mesh):
     pytest.importorskip("matplotlib")
     with mesh.profile() as timeline:

@@ -1,7 +1,10 @@
 """What kernels record: ``ctx.tracing``, ``DeviceContext`` with tracing, and the exported traces."""
 
 import json
+import sys
+import threading
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -10,7 +13,9 @@ import triton.language as tl
 import iris
 import iris.device.pickling  # kernels of this file travel to the ranks
 from iris import DeviceContext, P
+from iris.device.tracing import clock_kernel
 from iris.runtime.timeline import Timeline
+from iris.runtime.tracing import Anchor, Clock, _ask, _shared
 from iris.testing import small_integers
 
 pytestmark = pytest.mark.ranks
@@ -169,3 +174,39 @@ def test_stages_of_a_program_record_themselves(ranks):
             waited = {peer for e in gather if e.kind == "wait" for peer in e.args["peers"]}
             assert waited == {0, 1}
         assert {event.rank for event in timeline.events} == {0, 1}
+
+
+def test_a_clock_is_read_within_its_uncertainty():
+    """The kernel reads the host's clock here, so both times of an anchor should be one."""
+    mail, rounds = torch.zeros(9, dtype=torch.int64), 8
+    answer = threading.Thread(target=lambda: clock_kernel[(1,)](mail, rounds, LIMIT=30 * 10**9))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        answer.start()
+        anchors = [_ask(mail.numpy(), number) for number in range(1, rounds + 1)]
+        answer.join()
+    finally:
+        sys.setswitchinterval(before)
+    for anchor in filter(None, anchors):
+        assert abs(anchor.device - anchor.host) <= anchor.uncertainty
+    assert anchors[-1] is not None
+
+
+def test_times_of_a_clock_that_drifts():
+    start, host = 1_700_000_000_000_000_000, 5_000_000_000
+    drifting = lambda passed: start + passed + passed * 40 // 10**6  # noqa: E731
+    length = 3_000_000_000
+    clock = Clock("a", Anchor(start, host, 7), Anchor(drifting(length), host + length, 5))
+    passed = [0, 1, 10**6, length // 2, length]
+    found = clock.on_host(np.array([drifting(time) for time in passed]))
+    assert all(abs(a - host - b) <= 1 for a, b in zip(found, passed, strict=True))
+    assert clock.uncertainty == 7
+    still = Clock("host", Anchor(), Anchor())
+    assert still.on_host(np.array([3, 2**60])) == [3, 2**60]
+
+
+def test_ranks_of_one_gpu_use_the_better_clock():
+    clocks = [Clock(name, Anchor(0, 0, error), Anchor(1, 1, error)) for name, error in
+              (("a", 9), ("b", 4), ("a", 2), ("b", 6))]  # fmt: skip
+    assert [clock.uncertainty for clock in _shared(clocks)] == [2, 4, 2, 4]
