@@ -35,6 +35,7 @@ from iris.logging import (  # noqa: E402
     WARNING as WARNING,
     set_logger_level as set_logger_level,
 )
+from iris.lower.choices import StageConfig as StageConfig  # noqa: E402
 from iris.runtime.benching import do_bench as do_bench  # noqa: E402
 from iris.runtime.context import (  # noqa: E402
     Iris as Iris,

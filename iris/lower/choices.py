@@ -1,45 +1,84 @@
 """How each stage of a program is computed, and why."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
+from iris.errors import ConfigError
 from iris.graph.nodes import Graph, Node
 from iris.graph.ops import COLLECTIVES
 from iris.graph.types import Mesh, TensorType
 from iris.lower.cost import Profile, predict
-from iris.lower.stages import Match, match
+from iris.lower.stages import Match, match, match_norm
 from iris.lower.tuned import Times, text_of
+
+if TYPE_CHECKING:
+    from iris.lower.kernels.config import GemmConfig
 
 MARGIN = (
     0.9  # unfused must be predicted this much faster: the model is coarse, and fused is the rule
 )
+ALGORITHMS = ("fused", "one-shot", "two-shot", "unfused")
+ONE_SHOT_ROWS = 64  # all-reduces of more rows go in two steps where nothing is predicted
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """How stages are computed, in place of what the cost model would choose.
+
+    ``algorithm`` is "fused", "one-shot" or "two-shot" (fused forms of ``matmul_all_reduce``) or
+    "unfused"; where a stage has no such form, the model chooses. ``gemm`` is the tile and launch
+    shape of the kernels. Every rank must give the same.
+
+    Example::
+
+        ctx.ops.matmul_all_reduce(output, A, B, config=StageConfig("two-shot"))
+    """
+
+    algorithm: str | None = None
+    gemm: "GemmConfig | None" = None
+
+    def __post_init__(self) -> None:
+        if self.algorithm is not None and self.algorithm not in ALGORITHMS:
+            raise ConfigError(f"algorithm {self.algorithm!r} is not one of {', '.join(ALGORITHMS)}")
 
 
 @dataclass(frozen=True)
 class Choice:
     """How a stage is computed, why, and what each candidate was predicted to take (microseconds).
 
-    ``match`` is how the stage is cut for its kernel; None where it runs as torch ops. ``stage`` is
-    what `iris.tune` knows it by.
+    ``match`` is how the stage is cut for a kernel; None where it runs as torch ops. ``stage`` is
+    what `iris.tune` knows it by, ``ways`` all its algorithms.
     """
 
     algorithm: str
     why: str
     candidates: tuple[tuple[str, float], ...] = ()
     match: Match | None = None
+    gemm: "GemmConfig | None" = None
     stage: str = ""
+    ways: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """What ranks must agree on."""
+        return self.algorithm if self.gemm is None else f"{self.algorithm} by {self.gemm}"
 
 
 def choose(
-    graph: Graph, lowering: str, profile: Profile | None, measured: Times
+    graph: Graph,
+    lowering: str,
+    profile: Profile | None,
+    measured: Times,
+    config: StageConfig | None = None,
 ) -> Mapping[str, Choice]:
     """A choice for every stage and every collective outside one, by the name of its first output.
 
     ``lowering`` is "torch" or "triton"; ``profile`` describes the GPU, None on CPU ranks, where
-    kernels are chosen wherever there are any. What was ``measured`` goes before what is predicted.
-    Ranks compare what they chose before they run it.
+    kernels are chosen wherever there are any. What was ``measured`` goes before what is predicted,
+    and ``config`` before both. Ranks compare what they chose before they run it.
     """
-    chooser = _Chooser(graph.types, graph.mesh, lowering, profile, measured)
+    config = config or StageConfig()
+    chooser = _Chooser(graph.types, graph.mesh, lowering, profile, measured, config)
     return {
         node.outputs[0].name: chooser.choose(node)
         for node in graph.nodes
@@ -54,6 +93,7 @@ class _Chooser:
     lowering: str
     profile: Profile | None
     measured: Times
+    config: StageConfig = field(default_factory=StageConfig)
 
     def choose(self, node: Node) -> Choice:
         if not node.body:
@@ -66,23 +106,49 @@ class _Chooser:
             )
         found = match(node, self.types)
         if isinstance(found, str):
-            return Choice("unfused", f"no kernel: {found}")
+            return self._unfused(node, f"no kernel: {found}")
         text = text_of(node, self.types, self.mesh)
-        if text in self.measured:
-            return self._fastest(found, text, self.measured[text], "measured")
+        times: Mapping[str, float] = self.measured.get(text, {})
+        if not times and self.profile is not None:
+            times = predict(found, self.types, self.mesh, self.profile)
+        ways = self._ways(found)
+        way, why = self._best(ways, times, text in self.measured)
+        candidates = tuple(sorted(times.items(), key=lambda item: item[1]))
+        if way == "unfused":
+            choice = self._unfused(node, why, candidates)
+        else:
+            choice = Choice(way, why, candidates, found, self.config.gemm)
+        return replace(choice, stage=text, ways=(*ways, "unfused"))
+
+    def _ways(self, found: Match) -> tuple[str, ...]:
+        """The fused algorithms of a stage, the likely one first."""
+        if found.stage != "matmul_all_reduce":
+            return ("fused",)
+        rows = self.types[found.products[0].left].local_shape(self.mesh, self.mesh.origin)[0]
+        return ("one-shot", "two-shot") if rows <= ONE_SHOT_ROWS else ("two-shot", "one-shot")
+
+    def _best(
+        self, ways: tuple[str, ...], times: Mapping[str, float], measured: bool
+    ) -> tuple[str, str]:
+        """The algorithm for a stage, and why."""
+        best = min(ways, key=lambda way: times.get(way, 0.0))
+        forced = self.config.algorithm
+        if forced == "fused" or forced in (*ways, "unfused"):
+            return best if forced == "fused" else str(forced), "forced by config"
+        if measured:
+            return min(times, key=times.__getitem__), "measured"
         if self.profile is None:
-            why = "one kernel computes and communicates"
-            return Choice("fused", why, match=found, stage=text)
-        times = predict(found, self.types, self.mesh, self.profile)
-        fused = {**times, "fused": MARGIN * times["fused"]}
-        choice = self._fastest(found, text, fused, f"predicted faster on {self.profile.name}")
-        return replace(choice, candidates=_sorted(times))
+            return best, "one kernel computes and communicates"
+        if times["unfused"] < MARGIN * times[best]:
+            best = "unfused"
+        return best, f"predicted faster on {self.profile.name}"
 
-    def _fastest(self, found: Match, text: str, times: Mapping[str, float], why: str) -> Choice:
-        algorithm = min(times, key=times.__getitem__)
-        match = found if algorithm == "fused" else None
-        return Choice(algorithm, why, _sorted(times), match, text)
-
-
-def _sorted(times: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
-    return tuple(sorted(times.items(), key=lambda item: item[1]))
+    def _unfused(
+        self, node: Node, why: str, candidates: tuple[tuple[str, float], ...] = ()
+    ) -> Choice:
+        """Torch's products, and kernels that communicate: with the norm in one if there is one."""
+        if node.op == "matmul_all_reduce":
+            found = match_norm(node, self.types)
+            if isinstance(found, Match):
+                return Choice("unfused", f"{why}; sum and norm in one kernel", candidates, found)
+        return Choice("unfused", why, candidates)

@@ -1,10 +1,11 @@
 """The cost model: how long a stage takes by each of its algorithms, from shapes and a device
 profile.
 
-``product = max(operations / rate / fill, bytes / bandwidth)``, where ``fill`` is the part of the
-last wave of tiles that has work; ``sent = bytes over the link / link + latency``. Fused, the two
-overlap and the shorter hides but for its start; unfused, they follow each other with a launch and a
-meeting more. All sizes are those of the first rank's shard, so every rank predicts the same.
+A product by the library takes ``max(operations / rate / fill, bytes / bandwidth)``, where ``fill``
+is the part of the last wave of tiles that has work; by our kernels, the steps of its longest
+program. ``sent = bytes over the link / link + latency``. Fused, the two overlap and the shorter
+hides but for its start; unfused, they follow each other with a launch more. All sizes are those of
+the first rank's shard, so every rank predicts the same.
 """
 
 import math
@@ -13,9 +14,10 @@ from dataclasses import dataclass, replace
 
 from iris.graph.ops.rules import axes_of, group_size
 from iris.graph.types import DTYPES, Mesh, TensorType
+from iris.lower.kernels.schedule import last_wave
 from iris.lower.stages import Match
 
-TILE = (128, 256)
+TILE, FEW_TILE, FEW_ROWS = (128, 256), (64, 128), 64  # as `default_config` has them
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,6 @@ class Profile:
     link: float
     latency: float = 3e-6  # a flag to a peer and back into a waiting kernel
     launch: float = 2e-6  # one more kernel in a CUDA graph
-    meeting: float = 4e-6  # a device barrier as a kernel of its own
 
     def shared(self, ranks: int, units: int) -> "Profile":
         """What is left to one of ``ranks`` ranks on this device, which may use ``units`` of it."""
@@ -68,25 +69,44 @@ def profile_of(name: str) -> Profile:
 def predict(
     match: Match, types: Mapping[str, TensorType], mesh: Mesh, profile: Profile
 ) -> dict[str, float]:
-    """Microseconds of a matched stage by each algorithm, ``fused`` and ``unfused``."""
+    """Microseconds of a matched stage by each algorithm: see `iris.lower.choices.ALGORITHMS`."""
+    types = {**types, **{value.name: value.type for value in match.values}}
 
     def shape(name: str) -> tuple[int, ...]:
         return types[name].local_shape(mesh, mesh.origin)
 
-    item = DTYPES[types[match.products[0].left].dtype]
-    product, rows, columns = 0.0, 0, 0
+    library = kernel = 0.0
     for step in match.products:
         (rows, inner), columns = shape(step.left), shape(step.right)[1]
-        product += _product(rows, inner, columns, item, profile)
+        size = (rows, inner, columns, DTYPES[types[step.left].dtype])
+        library += _library_product(*size, profile)
+        kernel += _kernel_product(*size, profile)
+    operand = types[match.collective.uses[0]]
+    nbytes = math.prod(shape(match.collective.uses[0])) * DTYPES[operand.dtype]
     members = group_size(mesh, axes_of(match.collective.kwargs["axis"]))  # type: ignore[arg-type]
-    sent = _sent(match, math.prod(shape(match.collective.uses[0])) * item, members, profile)
-    first = min(product, sent) / members  # what cannot be hidden: until the first part has come
-    fused = max(product, sent) + first + profile.latency + profile.launch
-    unfused = product + sent + len(match.products) * profile.launch + 2 * profile.meeting
-    return {"fused": 1e6 * fused, "unfused": 1e6 * unfused}
+    ways = {way: _sent(way, nbytes, members, profile) for way in WAYS[match.stage]}
+    # What cannot be hidden: until the first part has come.
+    times = {
+        way: max(kernel, sent) + min(kernel, sent) / members + profile.launch
+        for way, sent in ways.items()
+    }
+    launches = len(match.products) + 1
+    tail = 0.0
+    if match.stage == "all_reduce_norm" and match.norm and match.late:  # node by node
+        launches += len(match.norm.nodes) + len(match.late.nodes)
+        tail = (launches - 1) * 2 * nbytes / profile.bandwidth
+    unfused = library + min(ways.values()) + launches * profile.launch + tail
+    names = (
+        {"one": "one-shot", "two": "two-shot"} if len(ways) > 1 else dict.fromkeys(ways, "fused")
+    )
+    return {
+        **{names[way]: 1e6 * time for way, time in times.items()},
+        "unfused": 1e6 * unfused,
+    }
 
 
-def _product(rows: int, inner: int, columns: int, item: int, profile: Profile) -> float:
+def _library_product(rows: int, inner: int, columns: int, item: int, profile: Profile) -> float:
+    """Seconds of a product by the vendor's library."""
     tiles = -(-rows // TILE[0]) * -(-columns // TILE[1])
     waves = -(-tiles // profile.units)
     fill = min(1.0, tiles / max(1, waves * profile.units))
@@ -96,15 +116,40 @@ def _product(rows: int, inner: int, columns: int, item: int, profile: Profile) -
     return max(2.0 * rows * inner * columns / rate, moved / profile.bandwidth)
 
 
-def _sent(match: Match, nbytes: int, members: int, profile: Profile) -> float:
+def _kernel_product(rows: int, inner: int, columns: int, item: int, profile: Profile) -> float:
+    """Seconds of a product by our kernels, as they share out and cut its tiles."""
+    few = rows <= FEW_ROWS
+    (high, wide), deep = (FEW_TILE, 256 // item) if few else (TILE, 128 // item)
+    tiles, depth = -(-rows // high) * -(-columns // wide), max(1, -(-inner // deep))
+    waves, left = divmod(tiles, profile.units)
+    steps = waves * depth + last_wave(left, depth, profile.units)
+    unit_rate = profile.rates[max(1, min(4, item))] / profile.units
+    step = max(
+        2.0 * high * wide * deep / unit_rate, wide * deep * item * profile.units / profile.bandwidth
+    )
+    moved = (rows * inner + inner * columns + rows * columns) * item
+    # All units at work share the bandwidth, and few of them leave some of it.
+    return max(steps * step, moved / profile.bandwidth)
+
+
+# The ways in which a stage's parts travel.
+WAYS = {
+    "all_gather_matmul": ("all",),
+    "matmul_all_gather": ("all",),
+    "matmul_reduce_scatter": ("own",),
+    "matmul_all_reduce": ("one", "two"),
+    "all_reduce_norm": ("one",),
+}
+
+
+def _sent(way: str, nbytes: int, members: int, profile: Profile) -> float:
     """Seconds that this rank's part of the collective takes; ``nbytes`` is its operand."""
-    if members == 1:
-        return 0.0
     others = members - 1
-    if match.stage in ("all_gather_matmul", "matmul_all_gather"):
-        traffic: float = nbytes * others
-    elif match.stage == "matmul_reduce_scatter":
-        traffic = nbytes * others / members
-    else:
-        traffic = min(nbytes * others, 2 * nbytes * others / members)
-    return traffic / profile.link + profile.latency
+    traffic = {
+        "all": nbytes * others,
+        "own": nbytes * others / members,
+        "one": nbytes * others,
+        "two": 2 * nbytes * others / members,
+    }[way]
+    hops = min(others, 2 if way == "two" else 1)
+    return traffic / profile.link + hops * profile.latency

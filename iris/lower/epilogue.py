@@ -11,7 +11,7 @@ import importlib.util
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from iris.graph.nodes import Arg, Node, Ref, Token
 from iris.graph.types import TensorType
 
 if TYPE_CHECKING:
-    from iris.lower.stages import Match
+    from iris.lower.stages import Chain
 
 Expression = Callable[..., str]
 
@@ -110,6 +110,7 @@ EXPRESSIONS: Mapping[str, Expression] = {
 """Triton text of each op that an epilogue may hold, by ATen name without the overload."""
 
 FLOATS = frozenset({"f32", "f16", "bf16"})
+OPERANDS = FLOATS | {"i32"}  # made fp32 as they are read
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,14 @@ class Epilogue:
 VIEWS = frozenset({"view", "_unsafe_view", "unsqueeze", "squeeze"})
 
 
+def is_row_view(node: Node, types: Mapping[str, TensorType]) -> bool:
+    """A view that keeps the last dim, so that the result is the same rows and columns."""
+    if node.op.partition(".")[0] not in VIEWS:
+        return False
+    old, new = types[node.uses[0]].shape, node.out.type.shape
+    return bool(old and new) and old[-1] == new[-1]
+
+
 def obstacle(node: Node, types: Mapping[str, TensorType]) -> str | None:
     """Why ``node``, which is no view, cannot be part of an epilogue; None when it can."""
     name = node.op.partition(".")[0]
@@ -137,22 +146,23 @@ def obstacle(node: Node, types: Mapping[str, TensorType]) -> str | None:
         return f"{node.op} is not a pointwise op that epilogues have"
     if len(node.outputs) != 1 or node.out.type.dtype not in FLOATS:
         return f"{node.op} makes {node.outputs[0].type.dtype} values"
-    if node.op.partition(".")[0] == "div" and "rounding_mode" in node.kwargs:
+    if name == "div" and "rounding_mode" in node.kwargs:
         return "a rounded division"
-    odd = [name for name in node.uses if types[name].dtype not in FLOATS]
+    odd = [name for name in node.uses if types[name].dtype not in OPERANDS]
     return f"operand %{odd[0]} is {types[odd[0]].dtype}" if odd else None
 
 
-def generate(nodes: Sequence[Node], tiles: Mapping[str, int], result: str) -> Epilogue:
-    """The function that computes ``result`` by ``nodes``, from the values in ``tiles`` (name ->
-    tile number).
-    """
+def generate(chain: "Chain") -> Epilogue | None:
+    """The function that computes a chain; None where it is empty, but for views."""
+    nodes, tiles, result = chain.nodes, chain.tiles, chain.result
+    if all(node.op.partition(".")[0] in VIEWS for node in nodes):
+        return None
     made = {value.name for node in nodes for value in node.outputs}
     outside = [
         name for node in nodes for name in node.uses if name not in made and name not in tiles
     ]
     operands = tuple(dict.fromkeys(outside))
-    lines = [f"    {_name(name)} = tiles[{number}]" for name, number in tiles.items()]
+    lines = [f"    {_name(name)} = tiles[{i}].to(tl.float32)" for i, name in enumerate(tiles)]
     if operands:
         lines.append("    inside = (rows < M)[:, None] & (columns < N)[None, :]")
         lines.append("    r = rows[:, None].to(tl.int64)")
@@ -166,15 +176,6 @@ def generate(nodes: Sequence[Node], tiles: Mapping[str, int], result: str) -> Ep
         lines.append(f"{text:<72}  # {node.loc}" if node.loc else text)
     lines.append(f"    return {_name(result)}")
     return Epilogue(HEADER + "\n".join(lines) + "\n", operands)
-
-
-def of_match(match: "Match") -> Epilogue | None:
-    """The epilogue of a matched stage; None where its chain is empty."""
-    if not match.chain:
-        return None
-    scattered = match.stage in ("matmul_reduce_scatter", "matmul_all_gather")
-    end = match.collective.uses[0] if scattered else match.results[0]
-    return generate(match.chain, {name: i for i, name in enumerate(match.tiles)}, end)
 
 
 def _expression(node: Node) -> str:

@@ -13,20 +13,22 @@ from torch import Tensor
 
 from iris.graph.types import Mesh, TensorType
 from iris.lower.dtypes import TORCH_DTYPES
-from iris.lower.epilogue import Epilogue, of_match
+from iris.lower.epilogue import Epilogue, generate
 from iris.lower.kernels.all_gather_matmul import AllGatherMatmul
-from iris.lower.kernels.config import default_config
+from iris.lower.kernels.all_reduce_norm import AllReduceNorm
+from iris.lower.kernels.config import GemmConfig, default_config
 from iris.lower.kernels.gemm import identity
-from iris.lower.kernels.host import Turns, Workspace
+from iris.lower.kernels.host import Stage, Turns
 from iris.lower.kernels.matmul_all_gather import MatmulAllGather
 from iris.lower.kernels.matmul_all_reduce import MatmulAllReduce
 from iris.lower.kernels.matmul_reduce_scatter import MatmulReduceScatter
-from iris.lower.stages import Match
+from iris.lower.stages import Chain, Match
 from iris.runtime.context import Iris
 from iris.runtime.groups import Group
 from iris.runtime.guards import nans
 
 Shape = tuple[int, ...]
+Args = tuple[Any, ...]
 
 
 def rows(shape: Sequence[int]) -> int:
@@ -46,49 +48,123 @@ class Values:
         """Local shape of a value."""
         return self.types[name].local_shape(self.mesh, self.coord)
 
+    def matrix(self, name: str) -> Shape:
+        """Rows and columns of a value."""
+        shape = self.shape(name)
+        return rows(shape), shape[-1]
+
     def dtype(self, name: str) -> torch.dtype:
         """Element type of a value."""
         return TORCH_DTYPES[self.types[name].dtype]
 
 
+@dataclass(frozen=True)
+class Site:
+    """Where a stage is built, and how: ``way`` is what the planner chose of its algorithms."""
+
+    ctx: Iris
+    group: Group
+    values: Values
+    match: Match
+    way: str
+    config: GemmConfig | None
+
+    def gemm(self, M: int, N: int, dtype: torch.dtype) -> GemmConfig:
+        """The configuration of a product with [M, N] results."""
+        config = self.config or default_config(M, N, dtype, self.ctx.device)
+        return replace(config, fast=self.match.fast)
+
+
+class _Operands:
+    """An epilogue, and the shapes that its operands are spread to."""
+
+    def __init__(self, chain: Chain, values: Values) -> None:
+        self.epilogue: Epilogue | None = generate(chain)
+        self.names = self.epilogue.operands if self.epilogue else ()
+        readers = [next(node for node in chain.nodes if name in node.uses) for name in self.names]
+        self.shapes = [values.shape(node.out.name) for node in readers]
+        self.function = self.epilogue.load() if self.epilogue else identity
+
+    def args(self, tensors: Sequence[Tensor], turned: bool) -> Args:
+        """The epilogue's arguments; ``turned`` where the kernel's rows are the result's columns."""
+        args: list[Any] = []
+        for tensor, shape in zip(tensors, self.shapes, strict=True):
+            tile = tensor.expand(shape).reshape(rows(shape), shape[-1])
+            args += [tile, *(tile.stride()[::-1] if turned else tile.stride())]
+        return tuple(args)
+
+
 class FusedCall:
-    """Calls a kernel stage on ``(x, *weights, *operands)`` and returns its results.
+    """Calls a kernel stage on its operands (`operands_of`) and returns `results_of` it.
 
     With ``dry`` set, kernels are loaded or compiled, and nothing is computed or waited for.
     """
 
-    def __init__(self, match: Match, ctx: Iris, group: Group, values: Values) -> None:
+    def __init__(
+        self,
+        match: Match,
+        way: str,
+        config: GemmConfig | None,
+        ctx: Iris,
+        group: Group,
+        values: Values,
+    ) -> None:
         self.dry: int | Turns = 0
-        self.device = ctx.device
+        self.match, self.device = match, ctx.device
         self.empty: Callable[..., Tensor] = torch.empty if ctx.checks is None else nans
-        self.weights = len(match.products)
-        self.gathers = bool(match.gathered)
-        self.shapes = [values.shape(name) for name in results_of(match)]
-        self.dtypes = [values.dtype(name) for name in results_of(match)]
-        self.epilogue = of_match(match)
-        self.tile_shapes = _tile_shapes(match, self.epilogue, values)
-        self.launch, self.work = LAUNCHERS[match.stage](self, match, Site(ctx, group, values))
+        made = {value.name: value.type for value in match.values}
+        values = replace(values, types={**made, **values.types})
+        self.operands = [_Operands(chain, values) for chain in match.chains]
+        self.results = [(values.shape(name), values.dtype(name)) for name in results_of(match)]
+        site = Site(ctx, group, values, match, way, config)
+        self.stage, self.turned = BUILDERS[match.stage](
+            site, [operands.function for operands in self.operands]
+        )
+        self.work = self.stage.workspace
         self.workspace = self.work.block.nbytes
 
-    def __call__(self, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        weights, operands = rest[: self.weights], rest[self.weights :]
-        outs = [
-            self.empty(shape, dtype=dtype, device=self.device)
-            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+    def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
+        tensors = iter(given)
+        left = next(tensors)
+        weights = [next(tensors) for _ in self.match.products]
+        args = [
+            operands.args([next(tensors) for _ in operands.names], self.turned)
+            for operands in self.operands
         ]
-        args: list[Any] = []
-        for operand, shape in zip(operands, self.tile_shapes, strict=True):
-            tile = operand.expand(shape).reshape(rows(shape), shape[-1])
-            args += [tile, *tile.stride()]
+        outs = [self.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.results]
         flat = [out.view(rows(out.shape), out.shape[-1]) for out in outs]
         with np.errstate(over="ignore"):  # the interpreter's exp, where a GPU's is silent too
-            self.launch(x, weights, flat, tuple(args), self.dry)
+            self._launch(left, weights, flat, args, next(tensors, None))
         return tuple(outs)
 
-    @property
-    def function(self) -> Any:
-        """The epilogue that the kernel is compiled with."""
-        return identity if self.epilogue is None else self.epilogue.load()
+    def _launch(
+        self,
+        left: Tensor,
+        weights: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        args: Sequence[Args],
+        scale: Tensor | None,
+    ) -> None:
+        """Launch the kernel; ``scale`` is the weight of a norm."""
+        match, dry = self.match, self.dry
+        if match.stage == "all_gather_matmul":
+            kept = outs[-1] if match.gathered else None
+            outs = outs[: len(match.early)]
+            x = left.reshape(rows(left.shape), left.shape[-1])
+            self.stage(x, weights, out=outs, args=args, gathered=kept, dry=dry)
+        elif match.stage == "all_reduce_norm":
+            x = left.reshape(outs[0].shape).contiguous()
+            self.stage(x, scale, out=outs[1], summed=outs[0], args=args[0], dry=dry)
+        elif match.stage == "matmul_all_reduce":
+            late: dict[str, Any] = {"after_args": args[1]}
+            if match.norm is not None:
+                late |= {"weight": scale, "eps": match.norm.eps, "normed": outs[1]}
+            self.stage(left, weights[0], out=outs[0], args=args[0], **late, dry=dry)
+        else:
+            x, w, out = left, weights[0], outs[0]
+            if self.turned:
+                x, w, out = w.T, x.T, out.T
+            self.stage(x, w, out=out, args=args[0], dry=dry)
 
 
 def results_of(match: Match) -> tuple[str, ...]:
@@ -98,113 +174,114 @@ def results_of(match: Match) -> tuple[str, ...]:
 
 def operands_of(match: Match) -> tuple[str, ...]:
     """Values that a fused call takes, in order."""
-    epilogue = of_match(match)
-    left = (
-        match.collective.uses[0] if match.stage == "all_gather_matmul" else match.products[0].left
-    )
-    return (left, *(p.right for p in match.products), *(epilogue.operands if epilogue else ()))
+    sent_first = match.stage in ("all_gather_matmul", "all_reduce_norm")
+    left = match.collective.uses[0] if sent_first else match.products[0].left
+    epilogues = [generate(chain) for chain in match.chains]
+    extra = [name for epilogue in epilogues if epilogue for name in epilogue.operands]
+    scale = [match.norm.weight] if match.norm and match.norm.weight else []
+    return (left, *(p.right for p in match.products), *extra, *scale)
 
 
-def _tile_shapes(match: Match, epilogue: Epilogue | None, values: Values) -> list[Shape]:
-    """For each operand of the epilogue, the shape of the value it meets first."""
-    shapes = []
-    for name in epilogue.operands if epilogue else ():
-        reader = next(node for node in match.chain if name in node.uses)
-        shapes.append(values.shape(reader.out.name))
-    return shapes
+Functions = Sequence[Any]
 
 
-@dataclass(frozen=True)
-class Site:
-    """Where a stage is built."""
-
-    ctx: Iris
-    group: Group
-    values: Values
-
-
-Launch = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor], tuple[Any, ...], int | Turns], None]
-
-
-def _launch_gather(call: FusedCall, match: Match, site: Site) -> tuple[Launch, Workspace]:
-    gathered = site.values.shape(match.collective.out.name)
-    columns = [site.values.shape(p.right)[1] for p in match.products]
-    dtype = site.values.dtype(match.products[0].left)
-    config = default_config(rows(gathered), max(columns), dtype, site.ctx.device)
-    if match.zipped:  # two weights' tiles take the room of one
+def _build_gather(site: Site, functions: Functions) -> tuple[Stage, bool]:
+    match, values = site.match, site.values
+    (M, K), dim = values.matrix(match.collective.out.name), match.collective.kwargs["dim"]
+    columns = [values.shape(p.right)[1] for p in match.products]
+    dtype = values.dtype(match.products[0].left)
+    config = site.gemm(M, max(columns), dtype)
+    if match.zipped and site.config is None:  # two weights' tiles take the room of one
         config = replace(config, block_n=max(16, config.block_n // 2))
+    shape = values.shape(match.collective.out.name)
     stage = AllGatherMatmul.create(
         site.ctx,
         site.group,
-        M=rows(gathered),
-        K=gathered[-1],
+        M=M,
+        K=K,
         columns=columns,
         dtype=dtype,
-        epilogue=call.function,
+        epilogue=list(functions),
         zipped=match.zipped,
+        dim=1 if dim == len(shape) - 1 else 0,
         config=config,
     )
-
-    def launch(x: Tensor, weights: Any, outs: Any, args: Any, dry: Any) -> None:
-        flat = x.reshape(rows(x.shape), x.shape[-1])
-        out, gathered = (outs[:-1], outs[-1]) if call.gathers else (outs, None)
-        stage(flat, weights, out=out, args=[args], gathered=gathered, dry=dry)
-
-    return launch, stage.workspace
+    return stage, False
 
 
-def _launch_then(call: FusedCall, match: Match, site: Site) -> tuple[Launch, Workspace]:
+def _build_then(site: Site, functions: Functions) -> tuple[Stage, bool]:
     """A product whose rows, or columns as the transposed problem, are summed or gathered."""
-    values, product = site.values, match.products[0]
+    match, values = site.match, site.values
+    product, sent = match.products[0], match.collective.uses[0]
     (m, k), n = values.shape(product.left), values.shape(product.right)[1]
-    operand = values.shape(match.collective.uses[0])
-    columns = int(match.collective.kwargs["dim"]) == len(operand) - 1 > 0  # type: ignore[arg-type]
-    if match.stage == "matmul_all_gather":
-        gathered = call.shapes[0]
-        m, n = (m, gathered[-1]) if columns else (rows(gathered), n)
+    turned = match.collective.kwargs["dim"] == len(values.shape(sent)) - 1
     make = THEN[match.stage]
+    M, N = (n, m) if turned else (m, n)
+    if match.stage == "matmul_all_gather":
+        M = values.matrix(match.collective.out.name)[turned]
+    dtype = values.dtype(product.left)
     stage = make.create(
         site.ctx,
         site.group,
-        M=n if columns else m,
-        N=m if columns else n,
+        M=M,
+        N=N,
         K=k,
-        dtype=values.dtype(product.left),
-        epilogue=call.function,
+        dtype=dtype,
+        part_dtype=values.dtype(sent),
+        epilogue=functions[0],
+        config=site.gemm(make.tile_rows(M, site.group), N, dtype),
     )
+    return stage, turned
 
-    def launch(x: Tensor, weights: Any, outs: Any, args: Any, dry: Any) -> None:
-        left, right, out = (weights[0].T, x.T, outs[0].T) if columns else (x, weights[0], outs[0])
-        stage(left, right, out=out, args=args, dry=dry)
 
-    return launch, stage.workspace
+def _build_reduce(site: Site, functions: Functions) -> tuple[Stage, bool]:
+    match, values = site.match, site.values
+    product = match.products[0]
+    (M, K), N = values.shape(product.left), values.shape(product.right)[1]
+    dtype = values.dtype(product.left)
+    norm = None if match.norm is None else "weighted" if match.norm.weight else "plain"
+    stage = MatmulAllReduce.create(
+        site.ctx,
+        site.group,
+        M=M,
+        N=N,
+        K=K,
+        dtype=dtype,
+        part_dtype=values.dtype(match.collective.uses[0]),
+        epilogue=functions[0],
+        after=functions[1],
+        one_shot=site.way == "one-shot",
+        norm=norm,
+        config=site.gemm(M, N, dtype),
+    )
+    return stage, False
+
+
+def _build_norm(site: Site, functions: Functions) -> tuple[Stage, bool]:
+    match, values = site.match, site.values
+    assert match.norm is not None
+    M, N = values.matrix(match.collective.out.name)
+    stage = AllReduceNorm.create(
+        site.ctx,
+        site.group,
+        M=M,
+        N=N,
+        dtype=values.dtype(match.collective.uses[0]),
+        summed_dtype=values.dtype(match.results[0]),
+        eps=match.norm.eps,
+        after=functions[0],
+    )
+    return stage, False
 
 
 THEN: Mapping[str, Any] = {
     "matmul_reduce_scatter": MatmulReduceScatter,
     "matmul_all_gather": MatmulAllGather,
 }
-
-
-def _launch_reduce(call: FusedCall, match: Match, site: Site) -> tuple[Launch, Workspace]:
-    (m, k), n = (
-        site.values.shape(match.products[0].left),
-        site.values.shape(match.products[0].right)[1],
-    )
-    dtype = site.values.dtype(match.products[0].left)
-    stage = MatmulAllReduce.create(
-        site.ctx, site.group, M=m, N=n, K=k, dtype=dtype, after=call.function
-    )
-
-    def launch(x: Tensor, weights: Any, outs: Any, args: Any, dry: Any) -> None:
-        stage(x, weights[0], out=outs[0], after_args=args, dry=dry)
-
-    return launch, stage.workspace
-
-
-LAUNCHERS: Mapping[str, Callable[[FusedCall, Match, Site], tuple[Launch, Workspace]]] = {
-    "all_gather_matmul": _launch_gather,
-    "matmul_reduce_scatter": _launch_then,
-    "matmul_all_gather": _launch_then,
-    "matmul_all_reduce": _launch_reduce,
+BUILDERS: Mapping[str, Callable[[Site, Functions], tuple[Stage, bool]]] = {
+    "all_gather_matmul": _build_gather,
+    "matmul_reduce_scatter": _build_then,
+    "matmul_all_gather": _build_then,
+    "matmul_all_reduce": _build_reduce,
+    "all_reduce_norm": _build_norm,
 }

@@ -156,17 +156,17 @@ class _Writer:
             match = choice.match
             return [
                 *map(self._step, match.before),
-                self._fused(match, node),
+                self._fused(choice, match, node),
                 *map(self._step, match.after),
             ]
         return [self._step(inner) for inner in walk((node,)) if not inner.body]
 
-    def _fused(self, match: Match, node: Node) -> Step:
+    def _fused(self, choice: Choice, match: Match, node: Node) -> Step:
         from iris.lower.fused import FusedCall, Values, operands_of, results_of  # brings in triton
 
         group = self.place.group_of(match.collective)
         values = Values(self.types, self.graph.mesh, self.place.coord)
-        call = FusedCall(match, self.place.ctx, group, values)
+        call = FusedCall(match, choice.algorithm, choice.gemm, self.place.ctx, group, values)
         name = f"{match.stage}_{match.results[0]}"
         what = Site(self.graph, self.place, node, len(self.fused)).what
         call.work.named(what, f"{match.stage} %{match.results[0]}")

@@ -1,20 +1,25 @@
 """Which kernel computes a stage, and which of the stage's nodes are left to torch.
 
-A stage's body is cut in four: views before the kernel, the core (products and the collective), the
-pointwise chain that becomes the kernel's epilogue, and what comes after. Where the kernel cannot
-serve a body, `match` says why, and the body runs node by node.
+A stage's body is cut up: nodes that run before the kernel, the core (products, the collective, a
+norm), the pointwise chains that become the kernel's epilogues, and what comes after. Where a kernel
+cannot serve a body, `match` says why, and the body runs node by node.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from iris.graph.nodes import Node, Ref, Value
+from iris.graph.nodes import Node, Value
+from iris.graph.passes.norm import Norm, NormSearch
 from iris.graph.types import TensorType
-from iris.lower.epilogue import obstacle
+from iris.lower.epilogue import is_row_view, obstacle
+from iris.lower.products import expanded, is_fast
 
-DTYPES = frozenset({"f32", "f16", "bf16"})
-ROW_VIEWS = frozenset({"view", "_unsafe_view", "unsqueeze", "squeeze"})
+FLOATS = frozenset({"f32", "f16", "bf16"})
+DTYPES = FLOATS | {"f8e4m3fn", "f8e5m2", "i8"}
 MOST_WEIGHTS = 3
+MOST_NORMED = 16384
+
+Types = Mapping[str, TensorType]
 
 
 @dataclass(frozen=True)
@@ -27,67 +32,100 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Chain:
+    """Pointwise nodes from ``tiles`` to ``result``, one epilogue; no nodes where there is none."""
+
+    tiles: tuple[str, ...]
+    nodes: tuple[Node, ...]
+    result: str
+
+
+@dataclass(frozen=True)
 class Match:
     """A stage's body, cut for its kernel.
 
-    ``before`` and ``after`` run as torch ops; ``chain`` is the epilogue, from ``tiles`` to
-    ``results``. Each result is stored by the kernel as [rows, columns]; ``collective`` is the node
-    that communicates.
+    ``before`` and ``after`` run as torch ops. ``early`` are the epilogues of products (one for all
+    of a ``zipped`` pair), ``late`` the one of a sum, ``norm`` what follows that. ``results`` are
+    stored by the kernel as [rows, columns]; ``collective`` is the node that communicates.
     """
 
     stage: str
-    before: tuple[Node, ...]
-    products: tuple[Product, ...]
     collective: Node
-    tiles: tuple[str, ...]
-    chain: tuple[Node, ...]
     results: tuple[str, ...]
-    after: tuple[Node, ...]
-    zipped: bool = False
+    before: tuple[Node, ...] = ()
+    products: tuple[Product, ...] = ()
+    early: tuple[Chain, ...] = ()
+    late: Chain | None = None
+    norm: Norm | None = None
+    after: tuple[Node, ...] = ()
     gathered: str = ""  # the gathered value, where others read it too
+    fast: bool = False  # fp8 products may be summed in less than fp32
+
+    @property
+    def zipped(self) -> bool:
+        """Whether two products share an epilogue."""
+        return len(self.early) == 1 < len(self.products)
+
+    @property
+    def chains(self) -> tuple[Chain, ...]:
+        """All epilogues."""
+        return self.early if self.late is None else (*self.early, self.late)
+
+    @property
+    def values(self) -> Iterator[Value]:
+        """What the nodes of the body make, expanded products included."""
+        parts = (self.before, *(part.nodes for part in self.chains), self.after)
+        return (value for nodes in parts for node in nodes for value in node.outputs)
 
 
-def match(stage: Node, types: Mapping[str, TensorType]) -> Match | str:
+@dataclass(frozen=True)
+class _Body:
+    """What is asked about a stage's body."""
+
+    stage: Node
+    nodes: Sequence[Node]
+    types: Types
+    kept: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kept", tuple(value.name for value in self.stage.outputs))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.types[name].shape
+
+    def first(self, *ops: str) -> Node | None:
+        return next((node for node in self.nodes if node.op in ops), None)
+
+    @property
+    def products(self) -> list[Product]:
+        return [
+            Product(node.uses[0], node.uses[1], node.out.name)
+            for node in self.nodes
+            if node.op == "matmul"
+        ]
+
+
+def match(stage: Node, types: Types) -> Match | str:
     """The cut of a stage's body, or why its kernel cannot serve."""
-    body, fault = _expanded(stage)
+    body, fault = expanded(stage)
     if fault:
         return fault
     types = {**types, **{value.name: value.type for node in body for value in node.outputs}}
-    matcher = MATCHERS.get(stage.op)
-    if matcher is None:
-        return f"{stage.op} has no kernel yet"
-    found = matcher(stage, body, types)
+    found = MATCHERS[stage.op](_Body(stage, body, types))
     if isinstance(found, str):
         return found
     widths = {types[name].dtype for p in found.products for name in (p.left, p.right)}
-    if len(widths) != 1 or not widths <= DTYPES:
+    if found.products and (len(widths) != 1 or not widths <= DTYPES):
         return f"operands are {' and '.join(sorted(widths))}"
-    return found
+    return replace(found, fast=is_fast(stage))
 
 
-def _expanded(stage: Node) -> tuple[list[Node], str]:
-    """The body with each addmm as a product and an addition."""
-    body: list[Node] = []
-    for node in stage.body:
-        if node.op != "addmm":
-            body.append(node)
-            continue
-        if node.attrs or len(node.args) != 3:
-            return [], "addmm with alpha or beta"
-        bias, left, right = node.args
-        product = Value(f"{node.out.name}_product", node.out.type)
-        body.append(Node("matmul", (left, right), (), (product,), node.loc))
-        body.append(replace(node, op="add.Tensor", args=(Ref(product.name), bias)))
-    return body, ""
+def match_norm(stage: Node, types: Types) -> Match | str:
+    """The cut of a stage for the ``all_reduce_norm`` kernel; torch computes products before it."""
+    return _reduce_norm(_Body(stage, stage.body, types))
 
 
-def _products(body: Sequence[Node]) -> list[Product]:
-    return [
-        Product(node.uses[0], node.uses[1], node.out.name) for node in body if node.op == "matmul"
-    ]
-
-
-def _split(body: Sequence[Node], roots: Sequence[str]) -> tuple[list[Node], list[Node]]:
+def _split(body: Sequence[Node], roots: Collection[str]) -> tuple[list[Node], list[Node]]:
     """Nodes that do not need any of ``roots``, and those that do."""
     tainted, before, after = set(roots), [], []
     for node in body:
@@ -99,30 +137,21 @@ def _split(body: Sequence[Node], roots: Sequence[str]) -> tuple[list[Node], list
     return before, after
 
 
-def _row_view(node: Node, types: Mapping[str, TensorType]) -> bool:
-    """A view that keeps the last dim, so that the result is the same rows and columns."""
-    if node.op.partition(".")[0] not in ROW_VIEWS:
-        return False
-    old, new = types[node.uses[0]].shape, node.out.type.shape
-    return bool(old and new) and old[-1] == new[-1]
-
-
 def _chain(
     nodes: Sequence[Node],
     roots: Sequence[str],
-    kept: Sequence[str],
-    types: Mapping[str, TensorType],
+    kept: Collection[str],
+    types: Types,
     late: Collection[str] = (),
-) -> tuple[list[Node], str | None]:
-    """The longest start of ``nodes`` that an epilogue can compute, and the one value that leaves
-    it.
+) -> Chain | None:
+    """The longest start of ``nodes`` that an epilogue can compute to one value that leaves it.
 
     None where the values do not come together in one: then nothing can be part of the epilogue.
     """
     ready = set(roots)
     best: tuple[int, str] | None = (0, roots[0]) if len(roots) == 1 else None
     for count, node in enumerate(nodes, 1):
-        if obstacle(node, types) is not None and not _row_view(node, types):
+        if obstacle(node, types) is not None and not is_row_view(node, types):
             break
         if not set(late).isdisjoint(node.uses):
             break
@@ -132,120 +161,182 @@ def _chain(
         if len(alive) == 1:
             best = (count, next(iter(alive)))
     if best is None or (len(roots) == 1 and roots[0] in kept):
-        return [], roots[0] if len(roots) == 1 else None
-    return list(nodes[: best[0]]), best[1]
+        return Chain(tuple(roots), (), roots[0]) if len(roots) == 1 else None
+    return Chain(tuple(roots), tuple(nodes[: best[0]]), best[1])
 
 
-def _kept(stage: Node) -> list[str]:
-    return [value.name for value in stage.outputs]
+def _own_chains(
+    nodes: Sequence[Node], roots: Sequence[str], body: _Body, late: Collection[str]
+) -> list[Chain]:
+    """The epilogue of each of several products: of nodes that need it and no other."""
+    needs = {name: {name} for name in (*roots, *late)}
+    for node in nodes:
+        found = set[str]().union(*(needs.get(name, ()) for name in node.uses))
+        needs.update((value.name, found) for value in node.outputs)
+    chains = []
+    for root in roots:
+        own = [node for node in nodes if needs[node.outputs[0].name] == {root}]
+        foreign = {name for node in nodes if node not in own for name in node.uses}
+        chain = _chain(own, [root], {*body.kept, *foreign}, body.types)
+        assert chain is not None  # one root comes together
+        chains.append(chain)
+    return chains
 
 
-def _gather_matmul(
-    stage: Node, body: Sequence[Node], types: Mapping[str, TensorType]
-) -> Match | str:
-    gather = next(node for node in body if node.op == "all_gather")
-    products = _products(body)
-    rest = [node for node in body if node.op not in ("all_gather", "matmul")]
+def _gather_matmul(body: _Body) -> Match | str:
+    gather = body.first("all_gather")
+    assert gather is not None
+    products, types = body.products, body.types
+    rest = [node for node in body.nodes if node.op not in ("all_gather", "matmul")]
     views = {gather.out.name}
     for node in rest:
-        if set(node.uses) <= views and _row_view(node, types):
+        if set(node.uses) <= views and is_row_view(node, types):
             views.add(node.out.name)
-    if any(p.left not in views for p in products):
-        return "the gathered value is not the left operand as it is"
     again = [node for node in rest if node.out.name in views]
     rest = [node for node in rest if node.out.name not in views]
-    used = {name for node in rest for name in node.uses} | set(_kept(stage))
-    shape = gather.out.type.shape
-    if any(n != 1 for n in shape[: int(gather.kwargs["dim"])]) or len(shape) < 2:  # type: ignore[arg-type]
-        return f"rows of dim {gather.kwargs['dim']} do not lie together"
-    if int(gather.kwargs["dim"]) == len(shape) - 1:  # type: ignore[arg-type]
-        return "the contracted dim is gathered"
+    shape, dim = gather.out.type.shape, _dim(gather)
+    if any(p.left not in views for p in products):
+        return "the gathered value is not the left operand as it is"
+    if len(shape) < 2 or (dim != len(shape) - 1 and any(n != 1 for n in shape[:dim])):
+        return f"rows of dim {dim} do not lie together"
     if len(products) > MOST_WEIGHTS:
         return f"{len(products)} products share one gather, the kernel takes {MOST_WEIGHTS}"
     roots = [p.result for p in products]
     before, nodes = _split(rest, [*roots, *views])
-    zipped = len(products) == 2 and types[roots[0]].shape == types[roots[1]].shape
-    chain, result = (
-        _chain(nodes, roots, _kept(stage), types, views)
-        if zipped or len(roots) == 1
-        else ([], None)
-    )
-    results = (result,) if result is not None else tuple(roots)
-    read_again = not views.isdisjoint(used)
+    early = _early(nodes, roots, body, views)
+    used = {id(node) for part in early for node in part.nodes}
+    reread = not views.isdisjoint({name for n in rest for name in n.uses} | set(body.kept))
     return Match(
-        stage.op,
+        body.stage.op,
+        gather,
+        tuple(part.result for part in early),
         tuple(before),
         tuple(products),
-        gather,
-        tuple(roots),
-        tuple(chain),
-        results,
-        (*(again if read_again else ()), *nodes[len(chain) :]),
-        zipped and result is not None,
-        gather.out.name if read_again else "",
+        tuple(early),
+        after=(*(again if reread else ()), *(n for n in nodes if id(n) not in used)),
+        gathered=gather.out.name if reread else "",
     )
 
 
-def _matmul_then(stage: Node, body: Sequence[Node], types: Mapping[str, TensorType]) -> Match | str:
-    """A product, an epilogue, then a reduce_scatter or an all_gather of rows or columns."""
-    last = next(node for node in body if node.op in ("reduce_scatter", "all_gather"))
-    product = _products(body)[0]
-    before, nodes = _split([n for n in body if n.op != "matmul"], [product.result])
+def _early(
+    nodes: Sequence[Node], roots: Sequence[str], body: _Body, views: Collection[str]
+) -> list[Chain]:
+    """One epilogue for two products that come together, else one for each."""
+    if len(roots) == 2 and body.shape(roots[0]) == body.shape(roots[1]):
+        joined = _chain(nodes, roots, body.kept, body.types, views)
+        if joined is not None:
+            return [joined]
+    return _own_chains(nodes, roots, body, views)
+
+
+def _before_collective(body: _Body, last: Node) -> tuple[list[Node], Chain, list[Node]] | str:
+    """What runs before the product, its epilogue up to ``last``, and what comes after that."""
+    product = body.products[0]
+    before, nodes = _split([n for n in body.nodes if n.op != "matmul"], [product.result])
     at = nodes.index(last)
-    kept = [*_kept(stage), *last.uses]
-    chain, result = _chain(nodes[:at], [product.result], kept, types)
-    if (result,) != last.uses or len(chain) < at:
+    early = _chain(nodes[:at], [product.result], {*body.kept, *last.uses}, body.types)
+    assert early is not None
+    if (early.result,) != last.uses or len(early.nodes) < at:
         return f"what runs between the product and the {last.op} is no epilogue"
-    if product.result in _kept(stage) or result in _kept(stage):
+    inner = {product.result, *(node.out.name for node in nodes[:at])}
+    after = nodes[at + 1 :]
+    if inner & {*body.kept, *(name for node in after for name in node.uses)}:
         return "the product is used elsewhere too"
-    shape, dim = types[last.uses[0]].shape, int(last.kwargs["dim"])  # type: ignore[arg-type]
-    if dim == len(shape) - 1 and len(shape) > 1 and chain:
-        return "columns are sent after an epilogue"
-    if dim != len(shape) - 1 and any(n != 1 for n in shape[:dim]):
-        return f"rows of dim {dim} do not lie together"
     if last.kwargs.get("op", "sum") != "sum":
         return f"the reduction is {last.kwargs['op']}"
+    return before, early, after
+
+
+def _matmul_then(body: _Body) -> Match | str:
+    """A product, an epilogue, then a reduce_scatter or an all_gather of rows or columns."""
+    last = body.first("reduce_scatter", "all_gather")
+    assert last is not None
+    found = _before_collective(body, last)
+    if isinstance(found, str):
+        return found
+    before, early, after = found
+    shape, dim = body.shape(last.uses[0]), _dim(last)
+    if dim != len(shape) - 1 and any(n != 1 for n in shape[:dim]):
+        return f"rows of dim {dim} do not lie together"
     return Match(
-        stage.op,
-        tuple(before),
-        (product,),
+        body.stage.op,
         last,
-        (product.result,),
-        tuple(chain),
         (last.out.name,),
-        tuple(nodes[at + 1 :]),
-    )
-
-
-def _matmul_reduce(
-    stage: Node, body: Sequence[Node], types: Mapping[str, TensorType]
-) -> Match | str:
-    total = next(node for node in body if node.op == "all_reduce")
-    product = _products(body)[0]
-    before, nodes = _split([n for n in body if n.op != "matmul"], [product.result])
-    at = nodes.index(total)
-    if not all(_row_view(node, types) for node in nodes[:at]):
-        return "what runs between the product and the sum is no view"
-    inner = {product.result, *(node.out.name for node in nodes[:at])}
-    if inner & {name for node in nodes[at + 1 :] for name in node.uses} or inner & set(
-        _kept(stage)
-    ):
-        return "the product is used elsewhere too"
-    if total.kwargs.get("op", "sum") != "sum":
-        return f"the reduction is {total.kwargs['op']}"
-    after = nodes[at + 1 :]
-    chain, result = _chain(after, [total.out.name], _kept(stage), types)
-    assert result is not None
-    return Match(
-        stage.op,
         tuple(before),
-        (product,),
-        total,
-        (total.out.name,),
-        tuple(chain),
-        (result,),
-        tuple(after[len(chain) :]),
+        tuple(body.products),
+        (early,),
+        after=tuple(after),
     )
+
+
+def _matmul_reduce(body: _Body) -> Match | str:
+    total = body.first("all_reduce")
+    assert total is not None
+    found = _before_collective(body, total)
+    if isinstance(found, str):
+        return found
+    before, early, after = found
+    late, norm, rest = _after_sum(body, total, after)
+    return Match(
+        body.stage.op,
+        total,
+        (late.result, *([norm.result] if norm else [])),
+        tuple(before),
+        tuple(body.products),
+        (early,),
+        late,
+        norm,
+        tuple(rest),
+    )
+
+
+def _after_sum(
+    body: _Body, total: Node, nodes: Sequence[Node]
+) -> tuple[Chain, Norm | None, list[Node]]:
+    """The epilogue of a sum, the RMSNorm of what it gives, and the nodes that are left."""
+    search = NormSearch(nodes, body.kept, body.shape)
+    for end in range(len(nodes), -1, -1):
+        late = _chain(nodes[:end], [total.out.name], _needed(body, nodes[end:]), body.types)
+        assert late is not None
+        rest = [node for node in nodes if node not in late.nodes]
+        norm = search.norm_of(late.result)
+        if norm is not None and set(map(id, norm.nodes)) <= set(map(id, rest)):
+            ours = set(map(id, norm.nodes))
+            return late, norm, [node for node in rest if id(node) not in ours]
+    late = _chain(nodes, [total.out.name], body.kept, body.types)
+    assert late is not None
+    return late, None, list(nodes[len(late.nodes) :])
+
+
+def _needed(body: _Body, later: Sequence[Node]) -> set[str]:
+    return {*body.kept, *(name for node in later for name in node.uses)}
+
+
+def _reduce_norm(body: _Body) -> Match | str:
+    total = body.first("all_reduce")
+    assert total is not None
+    before, nodes = _split([n for n in body.nodes if n is not total], [total.out.name])
+    late, norm, rest = _after_sum(body, total, nodes)
+    if norm is None:
+        return "the norm is of another form"
+    operand = body.types[total.uses[0]]
+    if operand.dtype not in FLOATS:
+        return f"operands are {operand.dtype}"
+    if operand.shape[-1] > MOST_NORMED:
+        return f"rows of {operand.shape[-1]} elements, the kernel takes {MOST_NORMED}"
+    return Match(
+        "all_reduce_norm",
+        total,
+        (late.result, norm.result),
+        tuple(before),
+        late=late,
+        norm=norm,
+        after=tuple(rest),
+    )
+
+
+def _dim(node: Node) -> int:
+    return int(node.kwargs["dim"])  # type: ignore[arg-type]
 
 
 MATCHERS = {
@@ -253,4 +344,5 @@ MATCHERS = {
     "matmul_reduce_scatter": _matmul_then,
     "matmul_all_gather": _matmul_then,
     "matmul_all_reduce": _matmul_reduce,
+    "all_reduce_norm": _reduce_norm,
 }

@@ -24,7 +24,7 @@ from iris.runtime.groups import Group
 # Microseconds by stage (its ``text_of``) and by algorithm.
 Times = dict[str, dict[str, float]]
 
-VERSION = 1  # of the kernels: what older ones took says nothing
+VERSION = 2  # of the kernels: what older ones took says nothing
 _log = logging.getLogger("iris")
 _KEPT = "tuned"
 

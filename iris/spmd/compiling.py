@@ -67,7 +67,7 @@ class Compiler:
         if not (mesh is not None and mesh.abstract) and self._lowering(mesh) == "triton":
             self.measured = of_group(current(), group or current().world)
         program = agreed(group, f"trace of {self.name}", lambda: self._program(mesh))
-        chosen = [choice.algorithm for choice in program.choices.values()]
+        chosen = [str(choice) for choice in program.choices.values()]
         everyone = group or group_of(program.mesh)
         agree_on_graph(program.graph, chosen, everyone, self.options.alike)
         program.signature = types
@@ -183,7 +183,8 @@ class Compiler:
         dump = Dump(self.name)
         fused = dump.passes(graph) if self.options.fuse else graph
         lowering = self._lowering(mesh)
-        choices = choose(fused, lowering, _profile(mesh), self.measured)
+        measured, config = self.measured, self.options.config
+        choices = choose(fused, lowering, _profile(mesh), measured, config)
         for name, source in generated(choices).items():
             dump.write(f"kernel_{name}", source)
         return Program(

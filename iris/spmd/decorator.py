@@ -14,6 +14,7 @@ import torch
 
 from iris import config
 from iris.errors import CollectiveMismatchError, ConfigError, SpecError, UnsupportedError
+from iris.lower.choices import StageConfig
 from iris.runtime.context import current
 from iris.spmd.binding import Binder, Bound, alias_key
 from iris.spmd.context import TraceContext, tracing
@@ -316,6 +317,7 @@ def spmd(
     fuse: bool = True,
     replay: bool = True,
     outputs: str = "fresh",
+    config: StageConfig | None = None,
     name: str | None = None,
 ) -> Callable[[Callable[..., Any]], SpmdFunction]: ...
 def spmd(
@@ -330,6 +332,7 @@ def spmd(
     fuse: bool = True,
     replay: bool = True,
     outputs: str = "fresh",
+    config: StageConfig | None = None,
     name: str | None = None,
 ) -> SpmdFunction | Callable[[Callable[..., Any]], SpmdFunction]:
     """Make a function over sharded tensors one program: traced, fused, compiled and replayed.
@@ -354,6 +357,7 @@ def spmd(
         replay: False runs a program on a GPU node by node, without a CUDA graph.
         outputs: "fresh" returns new tensors; "reuse" returns the same ones at every call of a
             signature on a GPU, which the next call overwrites.
+        config: how stages are computed, in place of what the cost model would choose.
         name: how messages call the program; the function's name by default.
 
     A call raises one of `iris.errors`, the same on all ranks; see docs/errors.md.
@@ -366,7 +370,9 @@ def spmd(
         raise ConfigError(f"outputs {outputs!r} is not one of {', '.join(OUTPUTS)}")
 
     def wrap(function: Callable[..., Any], title: str) -> SpmdFunction:
-        options = Options(name or title, mesh, in_specs, out_specs, lowering, fuse, replay, outputs)
+        options = Options(
+            name or title, mesh, in_specs, out_specs, lowering, fuse, replay, outputs, config
+        )
         return SpmdFunction(function, options, static_argnames)
 
     def decorate(function: Any) -> Any:

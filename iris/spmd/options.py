@@ -16,4 +16,5 @@ class Options:
     fuse: bool = True
     replay: bool = True
     outputs: str = "fresh"
+    config: Any = None
     alike: bool = True  # whether all ranks trace the same text

@@ -14,7 +14,7 @@ from iris.errors import HeapExhaustedError, UnsupportedError
 from iris.graph.nodes import Graph
 from iris.graph.types import TensorType
 from iris.lower.choices import Choice
-from iris.lower.epilogue import of_match
+from iris.lower.epilogue import generate
 from iris.lower.program import Executable, build
 from iris.lower.replay import Runner
 from iris.lower.sites import Place
@@ -146,8 +146,9 @@ def prepare(program: Program) -> None:
 def generated(choices: Mapping[str, Choice]) -> dict[str, str]:
     """The Triton functions generated for fused stages, by stage and result."""
     found = {}
-    for name, choice in choices.items():
-        epilogue = of_match(choice.match) if choice.match is not None else None
-        if choice.match is not None and epilogue is not None:
-            found[f"{choice.match.stage}_{name}"] = epilogue.source
+    for choice in choices.values():
+        for chain in choice.match.chains if choice.match is not None else ():
+            epilogue = generate(chain)
+            if choice.match is not None and epilogue is not None:
+                found[f"{choice.match.stage}_{chain.result}"] = epilogue.source
     return found

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from iris.errors import UnsupportedError
 from iris.lower import tuned
+from iris.lower.choices import ALGORITHMS
 from iris.runtime.benching import do_bench
 from iris.runtime.context import current
 from iris.runtime.groups import Group
@@ -17,7 +18,6 @@ from iris.spmd.agreement import group_of
 from iris.spmd.control import Controller
 from iris.spmd.decorator import SpmdFunction, SpmdMethod
 
-ALGORITHMS = ("fused", "unfused")
 CALLS = 20
 
 
@@ -33,7 +33,7 @@ class Tuning:
         for heading in ("stage", *ALGORITHMS, "kept"):
             table.add_column(heading)
         for stage, times in self.times.items():
-            figures = (f"{times[algorithm]:.1f}" for algorithm in ALGORITHMS)
+            figures = (f"{times[way]:.1f}" if way in times else "" for way in ALGORITHMS)
             table.add_row(stage, *figures, min(times, key=times.__getitem__))
         return table
 
@@ -76,11 +76,10 @@ def tune(fn: SpmdFunction | SpmdMethod | Any, *args: Any, **kwargs: Any) -> Tuni
     assert group is not None
     times = tuned.of_group(ctx, group)
     found: tuned.Times = {}
-    for stage in dict.fromkeys(
-        c.stage for c in program.choices.values() if c.match or c.candidates
-    ):
+    ways = {choice.stage: choice.ways for choice in program.choices.values() if choice.ways}
+    for stage, algorithms in ways.items():
         found[stage] = {}
-        for algorithm in ALGORITHMS:
+        for algorithm in algorithms:
             times[stage] = {algorithm: 0.0}  # the only one there is
             fresh = function.fresh()
             variant = SpmdMethod(fresh, call._instance) if isinstance(call, SpmdMethod) else fresh

@@ -1,10 +1,77 @@
 """Recognises RMSNorm, fused or written out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from iris.graph.nodes import Node, Ref
-from iris.graph.passes.bench import Bench
 from iris.graph.passes.memory import base
+
+Shape = tuple[int, ...]
+
+
+class Bench(Protocol):
+    """What is asked of nodes and their readers; `iris.graph.passes.bench` has it for a graph."""
+
+    nodes: dict[int, Node]
+    slot: dict[int, int]
+    live: set[str]
+
+    def readers_of(self, name: str) -> list[int]: ...
+
+    def is_private(self, name: str, group: Collection[int]) -> bool: ...
+
+    def shape(self, name: str) -> Shape: ...
+
+
+@dataclass(frozen=True)
+class Norm:
+    """``result = weight * value / rms(value)`` by ``nodes``; ``weight`` may be None."""
+
+    value: str
+    weight: str | None
+    eps: float
+    result: str
+    nodes: tuple[Node, ...]
+
+
+class NormSearch:
+    """The nodes of a stage's body, to be searched for a norm."""
+
+    def __init__(
+        self, nodes: Sequence[Node], live: Collection[str], shape: Callable[[str], Shape]
+    ) -> None:
+        self.nodes = dict(enumerate(nodes))
+        self.slot = {number: number for number in self.nodes}
+        self.live = set(live)
+        self.shape = shape
+
+    def readers_of(self, name: str) -> list[int]:
+        """Numbers of the nodes that read ``name``, in order."""
+        return [number for number, node in self.nodes.items() if name in node.uses]
+
+    def is_private(self, name: str, group: Collection[int]) -> bool:
+        """Whether only nodes of ``group`` read ``name``."""
+        return name not in self.live and set(self.readers_of(name)) <= set(group)
+
+    def norm_of(self, name: str) -> Norm | None:
+        """The norm of ``name``, if it is one that says its eps and gives nothing else."""
+        group = rms_norm(self, name)
+        if group is None:
+            return None
+        nodes = tuple(self.nodes[number] for number in sorted(group))
+        if nodes[0].op == "_fused_rms_norm":
+            _, _, weight, eps = (*nodes[0].args, None, None)[:4]
+            result, *others = (value.name for value in nodes[0].outputs)
+            unread = all(self.is_private(other, ()) for other in others)
+        else:
+            (eps,) = (n.args[1] for n in nodes if _is_add_number(self, n) and not n.attrs)
+            weights = [_vector(self, node) for node in nodes if base(node.op) == "mul"]
+            weight = next((Ref(found) for found in weights if found), None)
+            result, unread = nodes[-1].out.name, True
+        if not unread or not isinstance(eps, int | float):
+            return None
+        return Norm(name, weight.name if isinstance(weight, Ref) else None, eps, result, nodes)
 
 
 def rms_norm(bench: Bench, name: str) -> set[int] | None:
@@ -103,7 +170,12 @@ def _is_rsqrt(bench: Bench, node: Node) -> bool:
 
 def _is_vector_product(bench: Bench, node: Node, value: str) -> bool:
     """``value * weight`` with one weight a column."""
-    if base(node.op) != "mul" or len(node.uses) != 2:
-        return False
-    other = node.uses[1] if node.uses[0] == value else node.uses[0]
-    return bench.shape(other) == bench.shape(value)[-1:]
+    return base(node.op) == "mul" and _vector(bench, node) not in (None, value)
+
+
+def _vector(bench: Bench, node: Node) -> str | None:
+    """The operand of a product of two that has one element a column of the other."""
+    shapes = {name: bench.shape(name) for name in node.uses}
+    columns = bench.shape(node.outputs[0].name)[-1:]
+    found = [name for name, shape in shapes.items() if shape == columns]
+    return found[0] if len(shapes) == 2 and len(found) == 1 else None

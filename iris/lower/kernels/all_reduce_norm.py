@@ -29,6 +29,7 @@ class Rows:
     rows: int  # of a block
     columns: int  # the row length, rounded up to a power of two
     dtype: Any
+    summed: Any
 
 
 @device_function
@@ -88,7 +89,7 @@ def all_reduce_norm_kernel(
             flag = mine + members * blocks + block
             wait(flag, members, members < R.world, epoch, watch)
             total = _sum_block(slots, M, N, ld, rows, mask, R).to(R.dtype).to(tl.float32)
-            total = after((total, total), rows, columns, M, N, args).to(R.dtype)
+            total = after((total, total), rows, columns, M, N, args).to(R.summed)
             if summed is not None:
                 tl.store(summed + r * summed_row + columns[None, :], total, mask=mask)
             value = total.to(tl.float32)
@@ -97,7 +98,9 @@ def all_reduce_norm_kernel(
             if weight is not None:
                 scale = tl.load(weight + columns, mask=columns < N, other=0).to(tl.float32)
                 value = value * scale[None, :]
-            tl.store(out + r * out_row + columns[None, :], value.to(R.dtype), mask=mask)
+            tl.store(
+                out + r * out_row + columns[None, :], value.to(out.dtype.element_ty), mask=mask
+            )
             block = ticket(state, 1) + tl.num_programs(0)
         tracing.end(watch, since, tracing.SUM)
         leave(state, epoch)
@@ -148,13 +151,15 @@ class AllReduceNorm(Stage):
         M: int,
         N: int,
         dtype: torch.dtype,
+        summed_dtype: torch.dtype | None = None,
         eps: float = 1e-6,
         after: Any = identity,
     ) -> "AllReduceNorm":
         """Allocate the workspace (collective over ``group``)."""
         W = group.size
         columns = max(16, triton.next_power_of_2(N))
-        R = Rows(W, max(2, triton.next_power_of_2(W)), 1, columns, TRITON_DTYPES[dtype])
+        dtypes = TRITON_DTYPES[dtype], TRITON_DTYPES[summed_dtype or dtype]
+        R = Rows(W, max(2, triton.next_power_of_2(W)), 1, columns, *dtypes)
         half = W * M * round_up(N, 16) * dtype.itemsize
         workspace = Workspace(ctx, group, half, W * M, f"all_reduce_norm of [{M}, {N}]")
         return cls(group, workspace, (M, N), R, eps, after)

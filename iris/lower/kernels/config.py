@@ -17,6 +17,9 @@ TRITON_DTYPES = {
 }
 
 
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
 @dataclass(frozen=True)
 class GemmConfig:
     """Tile and launch shape of a GEMM stage.
@@ -24,7 +27,8 @@ class GemmConfig:
     ``programs`` is how many programs run (0: one for each multiprocessor), ``group_m`` how many row
     tiles share a band of columns, ``pieces`` in how many column pieces a tile is stored (1, 2 or
     4), ``cut`` whether left-over tiles may be cut along the contracted dim, ``tma`` whether tensor
-    descriptors are used where they can be, ``copy`` the elements a program moves at a time.
+    descriptors are used where they can be, ``copy`` the elements a program moves at a time,
+    ``fast`` whether fp8 products may be summed in what the matrix unit keeps, less than fp32.
     """
 
     block_m: int = 128
@@ -38,6 +42,7 @@ class GemmConfig:
     cut: bool = True
     tma: bool = True
     copy: int = 16384
+    fast: bool = False
 
 
 def _interpreter_config(M: int, N: int) -> GemmConfig:
@@ -91,6 +96,7 @@ class Tiling:
     acc: Any  # element type of accumulators
     widen: bool  # operands to fp32 before a product (interpreter)
     precision: str
+    promote: int | None = None  # fp8: steps after which sums go to fp32
     weights: int = 1
     by_columns: bool = False  # what is gathered are parts of the contracted dim
     zipped: int = 1  # weights that share one epilogue
@@ -124,6 +130,7 @@ class Tiling:
             tl.int32 if dtype == torch.int8 else tl.float32,
             interpreted and dtype.is_floating_point and dtype.itemsize < 4,
             "tf32" if tf32 else "ieee",
+            config.block_k if dtype in FP8 and not config.fast else None,
         )
 
     def staged(self, part: torch.dtype, rows: int) -> "Tiling":

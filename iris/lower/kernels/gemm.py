@@ -61,7 +61,7 @@ def load_tile(x, row, k, K, R: tl.constexpr, BLOCK_K: tl.constexpr, MODE: tl.con
         r = row + tl.arange(0, R)
         c = k + tl.arange(0, BLOCK_K)
         at = r[:, None].to(tl.int64) * x[2] + c[None, :].to(tl.int64) * x[3]
-        tile = tl.load(x[0] + at, mask=(r < x[1])[:, None] & (c < K)[None, :], other=0)
+        tile = tl.load(x[0] + at, mask=(r < x[1])[:, None] & (c < K)[None, :], other=0.0)
     return tile
 
 
@@ -71,7 +71,14 @@ def _dot(a, b, acc, T: tl.constexpr):
     if T.widen:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, tl.trans(b), acc, input_precision=T.precision, out_dtype=acc.dtype)
+    return tl.dot(
+        a,
+        tl.trans(b),
+        acc,
+        input_precision=T.precision,
+        max_num_imprecise_acc=T.promote,
+        out_dtype=acc.dtype,
+    )
 
 
 @device_function

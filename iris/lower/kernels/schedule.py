@@ -101,9 +101,15 @@ def make_schedule(
 
 def _parts(tiles: int, depth: int, programs: int) -> int:
     """Into how many parts to cut each of the ``tiles`` of the last wave; 1: do not."""
-    most = min(programs // tiles, depth) if tiles else 1
-    costs = {
-        parts: -(-depth // parts) + CUT_COST + PART_COST * parts for parts in range(2, most + 1)
-    }
-    best = min(costs, key=costs.__getitem__, default=1)
-    return best if best > 1 and costs[best] < depth else 1
+    costs = {1: float(depth)}
+    for parts in range(2, (min(programs // tiles, depth) if tiles else 1) + 1):
+        costs[parts] = -(-depth // parts) + CUT_COST + PART_COST * parts
+    return min(costs, key=costs.__getitem__)
+
+
+def last_wave(tiles: int, depth: int, programs: int) -> float:
+    """Steps that the last ``tiles`` tiles take, fewer than there are programs."""
+    parts = _parts(tiles, depth, programs)
+    if parts == 1:
+        return depth if tiles else 0
+    return -(-depth // parts) + CUT_COST + PART_COST * parts
