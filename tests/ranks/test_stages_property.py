@@ -193,7 +193,8 @@ def compare(case, got, want, exact):
             assert torch.equal(ours, theirs), (ours.double() - theirs.double()).abs().max()
         else:
             rtol, atol = TOLERANCE[case.dtype if case.dtype in FLOATS else torch.bfloat16]
-            torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol * 4)
+            size = theirs.float().abs().amax().item() if theirs.numel() else 0.0  # parts may cancel
+            torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol * (1 + size))
 
 
 def check(case, ctx):
@@ -212,7 +213,8 @@ def check(case, ctx):
         given = operands(case, seed, exact, ctx.cur_rank, ctx.num_ranks)
         if seed == 1:
             delay(ctx.num_ranks - 1, 0.01)
-        got, want = fused(*given), plain(*given)
+        runs.append((fused(*given), plain(*given), exact))
+    for got, want, exact in runs:  # now that all ranks are through
         compare(case, *((y,) if torch.is_tensor(y) else y for y in (got, want)), exact)
     traced = fused.trace(*given)
     return [
@@ -317,7 +319,7 @@ STAGE = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_programs(ranks, kind):
-    ways = check_kind(ranks, kind, cases, 12)
+    ways = check_kind(ranks, kind, cases, 6)
     assert (STAGE[kind], "one-shot" if kind == "reduce" else "fused") in {w[:2] for w in ways}
 
 
@@ -329,5 +331,5 @@ def test_many_random_programs(ranks, kind):
 
 @pytest.mark.parametrize("kind", ["gather", "scatter", "reduce", "send"])
 def test_random_products_of_bytes(ranks, kind):
-    ways = check_kind(ranks, kind, narrow_cases, 6)
+    ways = check_kind(ranks, kind, narrow_cases, 3)
     assert {way for _, way, _ in ways} <= {"fused", "one-shot", "two-shot"}
