@@ -32,7 +32,12 @@ SET = tl.constexpr(copy_queue.SET)
 @device_function
 def quiet(copy_engine_ctx, to_rank):
     """Wait until all that this rank's kernels have asked for ``to_rank`` is done there."""
-    row = _row(copy_engine_ctx, to_rank)
+    drain(_row(copy_engine_ctx, to_rank), to_rank)
+
+
+@device_function
+def drain(row, to_rank):
+    """``quiet`` for the queue at ``row``."""
     asked = tl.atomic_add(_word(row + WRITE), 0, sem="acquire", scope="gpu")
     _wait_for(row + DONE, asked, row, to_rank)
 

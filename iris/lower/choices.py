@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MARGIN = (
     0.9  # unfused must be predicted this much faster: the model is coarse, and fused is the rule
 )
-ALGORITHMS = ("fused", "one-shot", "two-shot", "unfused")
+ALGORITHMS = ("fused", "one-shot", "two-shot", "copy engine", "unfused")
 ONE_SHOT_ROWS = 64  # all-reduces of more rows go in two steps where nothing is predicted
 
 
@@ -26,8 +26,9 @@ ONE_SHOT_ROWS = 64  # all-reduces of more rows go in two steps where nothing is 
 class StageConfig:
     """How stages are computed, in place of what the cost model would choose.
 
-    ``algorithm`` is "fused", "one-shot" or "two-shot" (fused forms of ``matmul_all_reduce``) or
-    "unfused"; where a stage has no such form, the model chooses. ``gemm`` is the tile and launch
+    ``algorithm`` is "fused", "one-shot" or "two-shot" (fused forms of ``matmul_all_reduce``),
+    "copy engine" (one of ``all_gather_matmul``, see docs/copy-engine.md) or "unfused"; where a
+    stage has no such form, the model chooses. ``gemm`` is the tile and launch
     shape of the kernels. Every rank must give the same.
 
     Example::
@@ -70,15 +71,17 @@ def choose(
     profile: Profile | None,
     measured: Times,
     config: StageConfig | None = None,
+    engine: bool = False,
 ) -> Mapping[str, Choice]:
     """A choice for every stage and every collective outside one, by the name of its first output.
 
     ``lowering`` is "torch" or "triton"; ``profile`` describes the GPU, None on CPU ranks, where
     kernels are chosen wherever there are any. What was ``measured`` goes before what is predicted,
-    and ``config`` before both. Ranks compare what they chose before they run it.
+    and ``config`` before both. ``engine`` says that copies reach peers beside a kernel. Ranks
+    compare what they chose before they run it.
     """
     config = config or StageConfig()
-    chooser = _Chooser(graph.types, graph.mesh, lowering, profile, measured, config)
+    chooser = _Chooser(graph.types, graph.mesh, lowering, profile, measured, config, engine)
     return {
         node.outputs[0].name: chooser.choose(node)
         for node in graph.nodes
@@ -94,6 +97,7 @@ class _Chooser:
     profile: Profile | None
     measured: Times
     config: StageConfig = field(default_factory=StageConfig)
+    engine: bool = False
 
     def choose(self, node: Node) -> Choice:
         if not node.body:
@@ -108,10 +112,11 @@ class _Chooser:
         if isinstance(found, str):
             return self._unfused(node, f"no kernel: {found}")
         text = text_of(node, self.types, self.mesh)
+        ways = self._ways(found)
         times: Mapping[str, float] = self.measured.get(text, {})
         if not times and self.profile is not None:
             times = predict(found, self.types, self.mesh, self.profile)
-        ways = self._ways(found)
+        times = {way: time for way, time in times.items() if way in (*ways, "unfused")}
         way, why = self._best(ways, times, text in self.measured)
         candidates = tuple(sorted(times.items(), key=lambda item: item[1]))
         if way == "unfused":
@@ -122,6 +127,8 @@ class _Chooser:
 
     def _ways(self, found: Match) -> tuple[str, ...]:
         """The fused algorithms of a stage, the likely one first."""
+        if found.stage == "all_gather_matmul" and self.engine:
+            return ("fused", "copy engine")
         if found.stage != "matmul_all_reduce":
             return ("fused",)
         rows = self.types[found.products[0].left].local_shape(self.mesh, self.mesh.origin)[0]

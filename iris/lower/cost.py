@@ -33,6 +33,7 @@ class Profile:
     link: float
     latency: float = 3e-6  # a flag to a peer and back into a waiting kernel
     launch: float = 2e-6  # one more kernel in a CUDA graph
+    request: float = 5e-5  # until the copy engine does what a kernel asks for
 
     def shared(self, ranks: int, units: int) -> "Profile":
         """What is left to one of ``ranks`` ranks on this device, which may use ``units`` of it."""
@@ -99,10 +100,10 @@ def predict(
     names = (
         {"one": "one-shot", "two": "two-shot"} if len(ways) > 1 else dict.fromkeys(ways, "fused")
     )
-    return {
-        **{names[way]: 1e6 * time for way, time in times.items()},
-        "unfused": 1e6 * unfused,
-    }
+    found = {names[way]: time for way, time in times.items()} | {"unfused": unfused}
+    if match.stage == "all_gather_matmul":  # all units begin with this rank's part of the product
+        found["copy engine"] = max(kernel, ways["all"] + profile.request) + profile.launch
+    return {way: 1e6 * time for way, time in found.items()}
 
 
 def _library_product(rows: int, inner: int, columns: int, item: int, profile: Profile) -> float:

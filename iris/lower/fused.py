@@ -205,6 +205,7 @@ def _build_gather(site: Site, functions: Functions) -> tuple[Stage, bool]:
         zipped=match.zipped,
         dim=1 if dim == len(shape) - 1 else 0,
         config=config,
+        engine=site.way == "copy engine",
     )
     return stage, False
 

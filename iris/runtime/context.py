@@ -113,6 +113,7 @@ class Iris(Creation, CopyEngine, RankLogging):
         self.device = heap.device
         self.world = world
         self.ranks_on_device = gpu_ranks
+        self.own_gpus = False  # whether every rank has a GPU to itself
         self.tracing = Tracing(self)
         self._board = board
         self._groups: dict[tuple[int, ...], Group] = {world.ranks: world}
@@ -165,6 +166,7 @@ class Iris(Creation, CopyEngine, RankLogging):
         slab = create_slab(kind, placement.device, world, slab_bytes(heap_size))
         heap = world.heap = Heap(slab, world, heap_size, placement.device)
         self = cls(rendezvous, board, world, heap, sharing(uuids, rendezvous.rank))
+        self.own_gpus = gpus == self.num_ranks
         self.watch = _watch(self)
         if placement.device.type == "cuda":
             self._watchdog = Watchdog(board, self.watch)

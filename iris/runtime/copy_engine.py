@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from iris import config
 from iris.errors import ConfigError, UnsupportedError
 from iris.runtime.callsite import user_line
 from iris.runtime.copy_lanes import Mark, Op, Wait
@@ -42,7 +43,17 @@ class CopyEngine:
     num_ranks: int
     device: torch.device
     heap: "Heap"
+    own_gpus: bool
     _engine: "Engine | None"
+
+    @property
+    def copies_beside_kernels(self) -> bool:
+        """Whether copies and flags reach peers while a kernel of this rank holds every SM.
+
+        Not where ``IRIS_CHECK=1`` looks for races: it does not see these copies.
+        """
+        apart = (self.own_gpus or self.device.type == "cpu") and not config.check()
+        return self._engine is not None and apart and self._engine.lanes.needs_no_unit
 
     def get_copy_engine_ctx(self) -> Tensor | None:
         """Return what kernels pass on as ``copy_engine_ctx``: int64[num_ranks, 8], or None.

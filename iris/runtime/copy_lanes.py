@@ -80,6 +80,8 @@ Op = Wait | Rectangle | Mark
 class Lanes(Protocol):
     """What a kind of rank implements."""
 
+    needs_no_unit: bool  # for copies between GPUs, waits, and signals that set, outside of captures
+
     def submit(self, key: Key, ops: Sequence[Op], used: Sequence[Tensor]) -> None:
         """Append to a lane, after the work of the current stream so far.
 
@@ -137,6 +139,8 @@ class _Lane:
 
 class HostLanes:
     """Lanes of a CPU rank, over memory that all ranks have mapped."""
+
+    needs_no_unit = True
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -265,7 +269,7 @@ class StreamLanes:
         self._stages: dict[str, int] = {}
         self._urgent = self._new_stream(-2)
         self._old, self._new = torch.zeros(2, dtype=torch.int64, pin_memory=True)
-        self._memory_ops = False
+        self.needs_no_unit = False
 
     def prepare(self, flag: int) -> None:
         """Load the kernels, and see what the driver can do with the word at ``flag``."""
@@ -279,7 +283,7 @@ class StreamLanes:
             for wide in (False, True):
                 self._driver.write(flag, 0, wide, handle)
                 self._driver.wait(flag, 0, wide, handle)
-            self._memory_ops = True
+            self.needs_no_unit = True
         except IrisError:
             pass  # the kernels do it
         self._urgent.synchronize()
@@ -311,7 +315,7 @@ class StreamLanes:
             if isinstance(op, Wait):
                 self._wait(op, stream, capturing)
             elif isinstance(op, Mark):
-                self._signal(op, stream, kernel=capturing or op.add or not self._memory_ops)
+                self._signal(op, stream, kernel=capturing or op.add or not self.needs_no_unit)
             elif op.height == 1:
                 self._driver.copy(op.dst, op.src, op.width, handle)
             else:
@@ -368,7 +372,7 @@ class StreamLanes:
         return torch.cuda.ExternalStream(stream, device=self._device)
 
     def _wait(self, op: Wait, stream: torch.cuda.Stream, capturing: bool) -> None:
-        if capturing or not self._memory_ops:
+        if capturing or not self.needs_no_unit:
             if op.what not in self._stages:
                 self._stages[op.what] = self._watch.stage(op.what, ())
             stage = self._stages[op.what]

@@ -184,7 +184,8 @@ class Compiler:
         fused = dump.passes(graph) if self.options.fuse else graph
         lowering = self._lowering(mesh)
         measured, config = self.measured, self.options.config
-        choices = choose(fused, lowering, _profile(mesh), measured, config)
+        engine = not mesh.abstract and current().copies_beside_kernels
+        choices = choose(fused, lowering, _profile(mesh), measured, config, engine)
         for name, source in generated(choices).items():
             dump.write(f"kernel_{name}", source)
         return Program(

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import iris
+from iris import P
 from iris.errors import ConfigError, LaunchError, PeerError, TimeoutError
+from iris.lower.choices import StageConfig
 from iris.runtime.rectangles import rectangles
-from iris.testing import delay
+from iris.testing import delay, small_integers
 
 pytestmark = pytest.mark.ranks
 
@@ -413,3 +415,27 @@ def test_an_idle_engine_hardly_looks():
         before = ctx._engine.looks
         time.sleep(0.5)
         assert ctx._engine.looks - before <= 300  # once in 2 ms, or seldomer
+
+
+def planned():
+    """A program whose gather the copy engine sends: three calls, new data, a late rank."""
+    ctx = created()
+    rank, world = ctx.cur_rank, ctx.num_ranks
+    options = {"lowering": "triton", "config": StageConfig("copy engine")}
+
+    @iris.spmd(in_specs=(P("tp", None), P(None, "tp"), P("tp")), out_specs=P(None, "tp"), **options)
+    def up(x, w, bias):
+        return torch.relu(iris.all_gather(x, "tp", dim=0) @ w + bias)
+
+    for turn in range(3):
+        delay(turn if turn == 1 else -1)
+        x = small_integers((7, 24), seed=turn)
+        w, bias = small_integers((24, 10), seed=10 + turn), small_integers((10,), seed=20 + turn)
+        own = [part[rank] for part in (x.chunk(world), w.chunk(world, 1), bias.chunk(world))]
+        y = up(*own)
+        assert torch.equal(y.cpu(), torch.relu(x @ own[1] + own[2]))
+    assert "copy engine" in str(up.explain(*own))
+
+
+def test_a_program_with_the_copy_engine(ranks):
+    ranks(2).run(planned)

@@ -30,11 +30,13 @@ def integers(seed, *shape, dtype=torch.float32):
 
 
 def laid(x, layout):
-    """The same values as a row-major, a column-major or a strided matrix."""
+    """The same values as a row-major, a column-major, a strided or a padded matrix."""
     if layout == "columns":
         return x.t().contiguous().t()
     if layout == "strided":
         return x.repeat_interleave(2, 1)[:, ::2]
+    if layout == "padded":
+        return torch.cat([x, x[:, :3]], 1)[:, : x.shape[1]]
     return x
 
 
@@ -67,11 +69,11 @@ def run(ctx, load, launch):
     ctx.watch.check()
 
 
-def gather_case(M, K, columns, dtype, layout):
-    ctx = iris.iris(1 << 22)
+def gather_case(M, K, columns, dtype, layout, engine=False):
+    ctx = iris.iris(1 << 22, engines=("sdma",) if engine else ())
     rank, world = ctx.cur_rank, ctx.num_ranks
     stage = AllGatherMatmul.create(
-        ctx, ctx.world, M=M, K=K, columns=columns, dtype=dtype, config=SMALL
+        ctx, ctx.world, M=M, K=K, columns=columns, dtype=dtype, config=SMALL, engine=engine
     )
     first, m = rank * shard_rows(M, world), rows_of(M, world, rank)
     result = torch.int32 if dtype == torch.int8 else dtype
@@ -135,6 +137,19 @@ def product_case(kind, M, N, K, dtype, layout, **options):
 )
 def test_all_gather_matmul(ranks, world, M, K, columns, dtype, layout):
     ranks(world).run(gather_case, M, K, columns, dtype, layout)
+
+
+@pytest.mark.parametrize(
+    ("world", "M", "K", "columns", "dtype", "layout"),
+    [
+        (2, 21, 35, [17], torch.bfloat16, "rows"),
+        (3, 7, 40, [17], torch.float32, "padded"),
+        (2, 8, 32, [24], torch.float32, "columns"),  # columns are sent by the kernel all the same
+        (3, 2, 8, [5], torch.float32, "rows"),  # a member without rows
+    ],
+)
+def test_all_gather_matmul_by_the_copy_engine(ranks, world, M, K, columns, dtype, layout):
+    ranks(world).run(gather_case, M, K, columns, dtype, layout, engine=True)
 
 
 SHAPES = [

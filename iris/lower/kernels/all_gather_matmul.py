@@ -3,6 +3,10 @@
 Every rank pushes its part to all ranks (each byte crosses a link once), then computes tiles, of
 gathered rows its own first. A tile waits only for the ranks whose rows it needs; where columns are
 gathered, the contracted dim, for all. See NOTE [Epochs] and NOTE [Progress].
+
+With ``engine`` a program asks the copy engine to send to the other ranks and to set their flags:
+that takes no SM, so even a kernel that holds all of them gets what it waits for. Only for ranks
+with a GPU each: within one GPU, copies do take SMs.
 """
 
 from collections.abc import Sequence
@@ -13,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from iris.device import tracing
+from iris.device import copy_engine, tracing
 from iris.device.target import device_function, fence_bulk
 from iris.lower.kernels.config import GemmConfig, Tiling, default_config
 from iris.lower.kernels.gemm import finish_piece, identity, nothing, run_segments
@@ -39,6 +43,7 @@ from iris.lower.kernels.protocol import (
     meet,
     peer,
     publish,
+    publish_to,
     team,
     ticket,
     wait_members,
@@ -59,10 +64,11 @@ def _blocks(rows, columns, S: tl.constexpr):
 
 
 @device_function
-def _push(x, m, K, staging, row, column, ld, state, S: tl.constexpr):
+def _push(x, m, K, staging, row, column, ld, state, rank, S: tl.constexpr):
     """Send ``x = (source, row stride, column stride)`` [m, K] to all members' staging, by ticket.
 
-    It lies at (row, column) there. Returns how many blocks this program sent.
+    It lies at (row, column) there. Returns how many blocks this program sent. To this rank's own
+    staging only, where the copy engine sends to others.
     """
     W: tl.constexpr = S.world
     sent = 0
@@ -74,11 +80,49 @@ def _push(x, m, K, staging, row, column, ld, state, S: tl.constexpr):
         at = r.to(tl.int64)[:, None] * x[1] + c.to(tl.int64)[None, :] * x[2]
         value = tl.load(x[0] + at, mask=mask)
         at = (row + r.to(tl.int64))[:, None] * ld + (column + c)[None, :]
-        for member in tl.static_range(W):
-            tl.store(peer(staging, member, S.dtype) + at, value, mask=mask)
+        if S.engine:
+            tl.store(peer(staging, rank, S.dtype) + at, value, mask=mask)
+        else:
+            for member in tl.static_range(W):
+                tl.store(peer(staging, member, S.dtype) + at, value, mask=mask)
         sent += 1
         block = later
     return sent
+
+
+@device_function
+def _request(engine, x, m, K, place, rank, epoch, number, S: tl.constexpr):
+    """Let program 0 ask the copy engine to send to all other members, and set their flags."""
+    W: tl.constexpr = S.world
+    SIZE: tl.constexpr = S.dtype.primitive_bitwidth // 8
+    staging, row, column, ld, flags = place
+    for member in tl.static_range(W):
+        if (number == 0) & (member != rank):
+            queue = tl.cast(tl.load(engine + member), tl.pointer_type(tl.int64))
+            if m * K > 0:
+                at = peer(staging, member, S.dtype) + row.to(tl.int64) * ld + column
+                copy_engine.enqueue(
+                    queue,
+                    member,
+                    copy_engine.COPY,
+                    at.to(tl.int64),
+                    x[0].to(tl.int64),
+                    K * SIZE,
+                    m,
+                    ld * SIZE,
+                    x[1] * SIZE,
+                )
+            flag = (peer(flags, member, tl.int32) + rank).to(tl.int64)
+            copy_engine.enqueue(queue, member, copy_engine.SET, flag, epoch + 1, 4, 1, 0, 0)
+
+
+@device_function
+def _settle(engine, rank, number, W: tl.constexpr):
+    """Let program 0 wait until the copy engine has read all of this rank's x."""
+    for member in tl.static_range(W):
+        if (number == 0) & (member != rank):
+            queue = tl.cast(tl.load(engine + member), tl.pointer_type(tl.int64))
+            copy_engine.drain(queue, member)
 
 
 @device_function
@@ -118,8 +162,8 @@ def _emit(env, tiles, row, column, epilogue, T: tl.constexpr):
 
 @triton.jit(do_not_specialize=["dry", "m", "rank", "stage", "M", "shard"])
 def all_gather_matmul_kernel(
-    dry, x, x_row, x_column, m, k, staging, flags, state, record, stage, trace, rank, M, K, ld,
-    shard, a_desc, gathered, heads, table, scratch, counts,
+    dry, x, x_row, x_column, m, k, staging, flags, state, record, stage, trace, engine, rank, M, K,
+    ld, shard, a_desc, gathered, heads, table, scratch, counts,
     b0, b0_row, b0_k, N0, out0, out0_row, out0_column,
     b1, b1_row, b1_k, N1, out1, out1_row, out1_column,
     b2, b2_row, b2_k, N2, out2, out2_row, out2_column,
@@ -132,13 +176,22 @@ def all_gather_matmul_kernel(
         source = (x, x_row, x_column)
         watch = (record, stage, trace)
         since = tracing.begin(watch)
-        if T.by_columns:
-            sent = _push(source, m, k, staging, half, rank * shard, ld, state, T)
-        else:
-            sent = _push(source, m, k, staging, half + rank * shard, 0, ld, state, T)
-        tracing.end(watch, since, tracing.PUSH, nbytes=tracing.block_bytes(sent * T.world, T))
+        row = half
+        column = rank * shard
+        if not T.by_columns:
+            row += column
+            column *= 0
+        if T.engine:
+            place = (staging, row, column, ld, flags)
+            _request(engine, source, m, k, place, rank, epoch, number, T)
+        sent = _push(source, m, k, staging, row, column, ld, state, rank, T)
+        there: tl.constexpr = 1 if T.engine else T.world
+        tracing.end(watch, since, tracing.PUSH, nbytes=tracing.block_bytes(sent * there, T))
         if finished(state, 0, sent, _blocks(m, k, T), number):
-            publish(flags, rank, epoch, T.world, T.lanes)
+            if T.engine:
+                publish_to(flags, rank, rank, rank, epoch, T.lanes)
+            else:
+                publish(flags, rank, epoch, T.world, T.lanes)
         line = (peer(flags, rank, tl.int32), epoch, state, watch)
         source = peer(staging, rank, T.dtype)
         a = (source, half + M, ld, 1, half)
@@ -166,6 +219,8 @@ def all_gather_matmul_kernel(
             tracing.end(watch, since, tracing.COLLECT)
         if T.meet:
             meet(line[0], number, epoch, line[3], T.world, T.lanes)
+        if T.engine:
+            _settle(engine, rank, number, T.world)
         leave(state, epoch)
 
 
@@ -208,6 +263,7 @@ class AllGatherMatmul(Stage):
         self.workspace = Workspace(ctx, group, half, group.size, what)
         self.shard = shard_rows(self.K if T.by_columns else self.M, group.size)
         first_row = 0 if T.by_columns else group.index * self.shard
+        self.queues = _queues(ctx, group) if T.engine else None
         self.share = Share.create(config, T, self.M, tiled, self.K, first_row, ctx.heap.device)
         self.epilogues = [*epilogues, *[identity] * (self.MAX_WEIGHTS - len(epilogues))]
         self.programs = self.share.programs
@@ -229,9 +285,11 @@ class AllGatherMatmul(Stage):
         zipped: bool = False,
         dim: int = 0,
         config: GemmConfig | None = None,
+        engine: bool = False,
     ) -> "AllGatherMatmul":
         """Allocate the workspace (collective). ``M`` and ``K`` are those of the gathered ``x``;
-        ``epilogue`` may be a list, one for each output.
+        ``epilogue`` may be a list, one for each output. ``engine`` sends by the context's copy
+        engine where rows of ``x`` are contiguous.
         """
         config = config or default_config(M, max(columns), dtype, ctx.heap.device)
         split = K if dim else M
@@ -240,7 +298,11 @@ class AllGatherMatmul(Stage):
         # Nothing to compute here, or nothing to send there: then no tile waits for every member.
         some_idle = 0 in tiled or (not dim and rows_of(split, group.size, group.size - 1) == 0)
         T = T.with_modes(
-            weights=len(tiled), zipped=2 if zipped else 1, meet=some_idle, by_columns=dim == 1
+            weights=len(tiled),
+            zipped=2 if zipped else 1,
+            meet=some_idle,
+            by_columns=dim == 1,
+            engine=engine and group.size > 1,
         )
         epilogues = epilogue if isinstance(epilogue, list) else [epilogue] * len(tiled)
         return cls(ctx, group, (M, K), tiled, dtype, T, config, epilogues)
@@ -260,8 +322,12 @@ class AllGatherMatmul(Stage):
         tma = self.config.tma and x.is_cuda
         a_mode = TMA_K if tma and self.K > 0 else 0
         columns = [w.T for w in weights]
+        in_rows = x.stride(1) == 1 and x.stride(0) >= x.shape[1]
         T = self.T.with_modes(
-            a_mode=a_mode, b_mode=common_mode(columns, tma), out_tma=can_store_tma(out, tma)
+            a_mode=a_mode,
+            b_mode=common_mode(columns, tma),
+            out_tma=can_store_tma(out, tma),
+            engine=self.T.engine and in_rows,
         )
         slots: list[Any] = []
         for i in range(self.MAX_WEIGHTS):
@@ -275,7 +341,14 @@ class AllGatherMatmul(Stage):
         a = operand(self.staged, a_mode, T.block_m, T.block_k) if a_mode else None
         return [
             x, *x.stride(), *x.shape, work.staging, work.flags, work.state, *work.watch,
-            self.group.index, self.M, self.K, self.ld, self.shard, a, gathered, share.heads,
-            share.table, share.scratch, share.counts, *slots,
+            self.queues, self.group.index, self.M, self.K, self.ld, self.shard, a, gathered,
+            share.heads, share.table, share.scratch, share.counts, *slots,
             *args, *[()] * (self.MAX_WEIGHTS - len(args)), *self.epilogues, T,
         ]  # fmt: skip
+
+
+def _queues(ctx: Any, group: GroupLike) -> Tensor:
+    """Where this rank's queues to the members' copy engines are described, int64[size]."""
+    rows = ctx.get_copy_engine_ctx()
+    addresses = [rows[rank].data_ptr() for rank in group.ranks]
+    return torch.tensor(addresses, dtype=torch.int64, device=rows.device)

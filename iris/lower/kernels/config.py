@@ -105,6 +105,7 @@ class Tiling:
     out_tma: bool = False
     announced: bool = False  # other ranks wait for tiles
     awaited: bool = False  # other ranks wait for this rank's sums
+    engine: bool = False  # the copy engine sends to other ranks
     meet: bool = False  # a shard is empty: wait for all members all the same
     one_shot: bool = False  # sums: parts go to all members
     norm: int = 0  # sums: RMSNorm of them too; 2 with a weight
