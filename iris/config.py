@@ -110,6 +110,13 @@ timeout = Knob(
     "a number of seconds above 0",
     "Longest time a rank waits for its peers, in seconds.",
 )
+slow = Knob(
+    "IRIS_SLOW",
+    _seconds,
+    lambda: 10.0,
+    "a number of seconds above 0",
+    "Time in seconds after which a wait for a peer is logged, with where every rank is.",
+)
 allocator = _choice(
     "IRIS_ALLOCATOR",
     ("torch", "vmem", "symm_mem"),

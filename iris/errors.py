@@ -72,6 +72,7 @@ class LaunchError(IrisError, RuntimeError):
 
 # The way out where ranks are in different calls.
 SAME_CALLS = "every rank of a group must make the same calls, with the same shapes and dtypes"
+RESET = "call ctx.reset() on every rank, which makes the context usable again"
 TRACE_FIRST = (
     f"{SAME_CALLS}; call f.trace(...) first with sizes that one rank's shard does not tell"
 )

@@ -57,6 +57,11 @@ class RaceCheck:
         self._host.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._hooks.remove()
 
+    def clear(self) -> None:
+        """Forget all that was written down."""
+        self.recorder.take()
+        self._detector.clear()
+
     def follow(self, ordered: bool) -> dict[tuple[str, ...], str]:
         """Collective over the world: say which accesses to what this rank owns nothing orders,
         one of each cause.

@@ -34,6 +34,13 @@ SEEN = tl.constexpr(watch.SEEN)
 RANK = tl.constexpr(watch.RANK)
 WORLD = tl.constexpr(watch.WORLD)
 PEERS = tl.constexpr(watch.PEERS)
+TELL = tl.constexpr(watch.TELL)
+SLOW = tl.constexpr(watch.SLOW)
+LOOKS = tl.constexpr(watch.LOOKS)
+TOLD_STAGE = tl.constexpr(watch.TOLD_STAGE)
+COUNT = tl.constexpr(watch.COUNT)
+FLAGS = tl.constexpr(watch.FLAGS)
+LANES = tl.constexpr(watch.LANES)
 
 
 @device_function
@@ -81,6 +88,8 @@ def wait(ptr, epoch, record, stage=0, peer=-1, mask=None):
                 record + STATE, tl.cast(0, tl.int64), bid, sem="relaxed", scope="sys"
             )
             was_clear = tl.where(state == 0, 1, was_clear)
+            if now - since > tl.load(record + SLOW):
+                _tell_slow(record, stage, peer, epoch, seen, mask, polls)
         seen = load_acquire(ptr, mask)
     if (state == claim) & (was_clear != 0):  # claimed now, not by an earlier wait of this program
         _write(record, stage, peer, epoch, seen, mask)
@@ -142,6 +151,28 @@ def _write(record, stage, peer, epoch, seen, mask):
         other = tl.cast(tl.load(record + PEERS + rank), tl.pointer_type(tl.int64))
         tl.atomic_cas(other + STATE, tl.cast(0, tl.int64), mark, sem="release", scope="sys")
         rank += 1
+
+
+@device_function
+def _tell_slow(record, stage, peer, epoch, seen, mask, polls):
+    """Write down for the host, in its own memory, what this wait is for and how far that is."""
+    tell = tl.cast(tl.load(record + TELL), tl.pointer_type(tl.int64))
+    reached = tl.cast(seen, tl.int64)
+    expected = tl.where(_short(seen, epoch, mask), tl.cast(epoch, tl.int64), reached)
+    if seen.type.is_block():
+        lanes = tl.arange(0, seen.shape[0])
+        there = tell + FLAGS + lanes
+        tl.store(there, tl.cast(peer, tl.int64) + tl.zeros_like(reached), mask=lanes < LANES)
+        tl.store(there + LANES, expected, mask=lanes < LANES)
+        tl.store(there + 2 * LANES, reached, mask=lanes < LANES)
+        tl.store(tell + COUNT, tl.cast(seen.shape[0], tl.int64))
+    else:
+        tl.store(tell + FLAGS, tl.cast(peer, tl.int64))
+        tl.store(tell + FLAGS + LANES, expected)
+        tl.store(tell + FLAGS + 2 * LANES, reached)
+        tl.store(tell + COUNT, tl.cast(1, tl.int64))
+    tl.store(tell + TOLD_STAGE, tl.cast(stage, tl.int64))
+    tl.store(tell + LOOKS, tl.cast(polls, tl.int64))
 
 
 @device_function

@@ -6,8 +6,11 @@ Each rank has a record of int64 words on its heap. A wait that runs out claims i
 is still 0, to -(1 + its rank). Every wait looks at its own rank's ``STATE`` now and then and leaves
 when it is not 0, so all kernels of all ranks end soon after. A wait that finds ``STATE`` set, at
 its start or later, sets a word of pinned host memory: the host finds out by reading it, without a
-copy or a synchronisation while all is well. The state stays until the context is closed: after a
-lost wait the ranks are out of step.
+copy or a synchronisation while all is well. The state stays, for after a lost wait the ranks are
+out of step, until all ranks reset theirs together.
+
+A wait that lasts longer than ``SLOW`` says so from then on, look by look, in host memory at
+``TELL``: a count of looks, the stage, and for each flag the peer, the epoch and what it is at.
 """
 
 import zlib
@@ -34,7 +37,15 @@ EXPECTED = 5
 SEEN = 6
 RANK = 7
 WORLD = 8
-PEERS = 9  # address of every rank's record, as mapped here
+TELL = 9  # address of this rank's TOLD words of host memory
+SLOW = 10  # nanoseconds from which a wait tells
+PEERS = 11  # address of every rank's record, as mapped here
+
+# At TELL: raised (on GPUs), looks, stage, flags in the wait; then for each flag, LANES apart, the
+# peer, the epoch expected, and the one seen.
+LOOKS, TOLD_STAGE, COUNT, FLAGS = 1, 2, 3, 4
+LANES = 64
+TOLD = FLAGS + 3 * LANES
 
 # After the addresses: the flags of barriers, int32[SLOTS + GROUPS, world]. Rank r writes column r.
 SLOTS = 64  # rows of DeviceContext.barrier
@@ -49,13 +60,15 @@ class Watch:
     """
 
     def __init__(
-        self, block: "Block", record: Tensor, raised: Tensor, rank: int, board: "Board"
+        self, block: "Block", record: Tensor, told: Tensor, rank: int, board: "Board"
     ) -> None:
         words = 2 * record.numel()
         self.record = record
         self.flags = block.tensor.view(torch.int32)[words:].view(SLOTS + GROUPS, -1)
         self._block: Block | None = block
-        self._raised = raised.numpy()
+        self._told = told.numpy()
+        self._raised = self._told if record.is_cuda else record.numpy()
+        self._looks = 0
         self._rank = rank
         self.stages: dict[int, tuple[str, tuple[int, ...]]] = {}  # by number
         self.board = board
@@ -71,37 +84,62 @@ class Watch:
         return self._block.offset, self._block.offset + self.record.nbytes
 
     @classmethod
-    def create(cls, ctx: "Iris", timeout: float) -> "Watch":
-        """Allocate and fill the record. Collective over the world; ``timeout`` is in seconds."""
+    def create(cls, ctx: "Iris", timeout: float, slow: float) -> "Watch":
+        """Allocate and fill the record. Collective over the world; times are in seconds."""
         world = ctx.num_ranks
         nbytes = 8 * (PEERS + world) + 4 * (SLOTS + GROUPS) * world
         block = ctx.heap.allocate(nbytes, internal=True)
         block.tensor.zero_()
         record = block.tensor[: 8 * (PEERS + world)].view(torch.int64)
         on_gpu = record.is_cuda
-        raised = torch.zeros(1, dtype=torch.int64, pin_memory=True) if on_gpu else record[:1]
+        told = torch.zeros(TOLD, dtype=torch.int64, pin_memory=on_gpu)
         words = [0] * (PEERS + world)
         words[LIMIT] = round(timeout * 1e9)
-        words[HOST] = raised.data_ptr() if on_gpu else 0
+        words[HOST] = told.data_ptr() if on_gpu else 0
+        words[TELL], words[SLOW] = told.data_ptr(), round(slow * _TELLING * 1e9)
         words[RANK], words[WORLD] = ctx.cur_rank, world
         words[PEERS:] = block.peers
         record.copy_(torch.tensor(words))
         if on_gpu:
             torch.cuda.synchronize(record.device)
         ctx.world.sync(zlib.crc32(b"iris.watch"), "prepare bounded waits")
-        return cls(block, record, raised, ctx.cur_rank, ctx._board)
+        return cls(block, record, told, ctx.cur_rank, ctx._board)
 
     def close(self) -> None:
         """Let go of the heap; what this rank's record said last is kept."""
         self.record, self.flags, self._block = self.record.clone(), self.flags[:0].clone(), None
         if self._stream is None:
-            self._raised = self.record[:1].numpy()
+            self._raised = self.record.numpy()
 
     def stage(self, what: str, ranks: Sequence[int]) -> int:
         """Return the number, equal on all ranks, of waits in ``what`` among ``ranks``."""
         number = zlib.crc32(f"{what}{tuple(ranks)}".encode()) >> 1
         self.stages[number] = (what, tuple(ranks))
         return number
+
+    def slow_wait(self) -> str:
+        """Say what a kernel of this rank waits for, if one is slow; "" if none told since."""
+        looks, number, count = self._told[LOOKS : COUNT + 1].tolist()
+        if looks == self._looks:
+            return ""
+        self._looks = looks
+        what, ranks = self.stages.get(number, _UNKNOWN)
+        lanes = self._told[FLAGS:].reshape(3, LANES)[:, :count].T.tolist()
+        late = [
+            f"{_name(ranks, peer)} (epoch expected {epoch}, seen {seen})"
+            for peer, epoch, seen in lanes
+            if 0 < (epoch - seen) % 2**32 < 2**31
+        ]
+        return f"waits in {what}, for {', '.join(late)}" if late else f"waits in {what}"
+
+    def renew(self) -> None:
+        """Forget a lost wait, and set barrier flags back, when no rank is in any wait."""
+        self._reason = None
+        self.record[STATE] = 0
+        self.flags.zero_()
+        if self.record.is_cuda:
+            self._told[0] = 0
+            torch.cuda.synchronize(self.record.device)
 
     def check(self, synchronized: bool = False) -> None:
         """Raise ``TimeoutError`` if a wait of any rank ran out, ``PeerError`` after ``abort``.
@@ -122,7 +160,9 @@ class Watch:
                 raise CollectiveMismatchError(told, help=TRACE_FIRST)
         if words[STATE] <= 0:
             raise PeerError(self._reason or "a rank ended every wait")
-        raise TimeoutError(*self._explain(words))
+        text, help = self._explain(words)
+        self.board.give_up(text)
+        raise TimeoutError(text, help)
 
     def abort(self, reason: str) -> None:
         """End every wait on this rank; ``check`` then raises ``PeerError(reason)``.
@@ -149,11 +189,8 @@ class Watch:
 
     def _explain(self, words: list[int]) -> tuple[str, str]:
         """Return the message and the way out for a record."""
-        unknown = ("a wait in a kernel", ())
-        what, ranks = self.stages.get(words[STAGE], unknown)
-        peer = words[PEER]
-        awaited = ranks[peer] if 0 <= peer < len(ranks) else peer
-        name = "a peer" if awaited < 0 else f"rank {awaited}"
+        what, ranks = self.stages.get(words[STAGE], _UNKNOWN)
+        name = _name(ranks, words[PEER])
         seconds = words[LIMIT] / 1e9
         lines = [
             f"{what}: rank {words[RANK]} waited {seconds:g} s for {name}",
@@ -163,3 +200,13 @@ class Watch:
             f"look for the error or the missing call on {name}; "
             f"raise IRIS_TIMEOUT (now {seconds:g} s) if it is only slow"
         )
+
+
+_TELLING = 0.25  # of the time that counts as slow: a rank that came later has told by then too
+_UNKNOWN: tuple[str, tuple[int, ...]] = ("a wait in a kernel", ())
+
+
+def _name(ranks: Sequence[int], peer: int) -> str:
+    """How messages call place ``peer`` among a stage's ranks."""
+    awaited = ranks[peer] if 0 <= peer < len(ranks) else peer
+    return "a peer" if awaited < 0 else f"rank {awaited}"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from iris.errors import IrisError, PeerError
+from iris.errors import RESET, IrisError, PeerError, TimeoutError
 from iris.runtime.segments import Address, Segment
 
 SLOTS = 512
@@ -28,7 +28,9 @@ _HALF_BYTES = WHAT_BYTES + 8 + CHUNK_BYTES
 CALLS = 1024  # so many calls back a member is known: more launches do not wait on a GPU
 _SLOT_BYTES = 64 + 2 * _HALF_BYTES + 8 * CALLS
 
-OPEN, CLOSED, FAILED = range(3)
+OPEN, CLOSED, FAILED, LOST = range(4)  # LOST: gave up waiting, and may be reset
+RESETS, SLOW = 0, 1  # words of a page: `Iris.reset` calls so far; found slow by its watchdog
+_STATUS_BYTES = 2048
 _ORDERED_STORES = platform.machine() in ("x86_64", "AMD64")
 
 
@@ -90,6 +92,8 @@ class Page:
         view = memoryview(segment.memory)
         self._state = view[:16].cast("Q")  # state, number of slots in use
         self._keys = view[64 : 64 + 8 * SLOTS].cast("Q")
+        self.words = view[16:32].cast("q")
+        self._status = view[64 + 8 * SLOTS : 64 + 8 * SLOTS + _STATUS_BYTES]
         self._message = view[_HEADER_BYTES - _MESSAGE_BYTES : _HEADER_BYTES]
 
     @classmethod
@@ -115,6 +119,15 @@ class Page:
             if not self.message:
                 self.tell(message)
             self._state[0] = state
+
+    @property
+    def status(self) -> str:
+        """Where the rank was when its watchdog last looked."""
+        return bytes(self._status).rstrip(b"\0").decode(errors="replace")
+
+    @status.setter
+    def status(self, text: str) -> None:
+        self._status[:] = text.encode()[:_STATUS_BYTES].ljust(_STATUS_BYTES, b"\0")
 
     def find(self, key: int) -> Slot | None:
         """Return the slot that the page's rank opened for the group with this key, if it did."""
@@ -164,6 +177,12 @@ class Observer(Protocol):
     def depart(self, group: int, epoch: int, size: int) -> None: ...
 
 
+class Recent(Protocol):
+    """What can say which call was the last one (`iris.runtime.groups`)."""
+
+    def last_call(self) -> str: ...
+
+
 class Board:
     """All ranks' pages as this rank sees them, and whether the processes behind them still live."""
 
@@ -174,6 +193,8 @@ class Board:
         self.pages: dict[int, Page] = {rank: page}
         self.alarm: Callable[[str], None] | None = None  # ends the kernels of all ranks
         self.observer: Observer | None = None  # of the meetings of all groups
+        self.recent: Recent | None = None  # the group of this rank's last call
+        self.waiting = ""  # what the host waits for, if not just since now
         self.contact = Contact(rank, self.pid, start_time(self.pid), page.segment.address)
         self._contacts: dict[int, Contact] = {rank: self.contact}
 
@@ -200,6 +221,8 @@ class Board:
 
     def trouble(self, rank: int) -> str | None:
         """Say why ``rank`` will not answer any more, or None if it may."""
+        if self.pages[rank].state == LOST:
+            return f"rank {rank} gave up: {self.pages[rank].message}"
         if rank != self.rank and self.pages[rank].state == CLOSED:
             return f"rank {rank} closed its context"
         return self.loss(rank)
@@ -215,14 +238,26 @@ class Board:
         contact = self._contacts[rank]
         return start_time(contact.pid) != contact.started
 
-    def check_process(self) -> None:
-        """Refuse to work in a process forked after the context was made."""
+    def check_usable(self) -> None:
+        """Refuse to work after a lost wait, and in a process forked after the context was made."""
+        if self.page.state == LOST:
+            raise TimeoutError(
+                "a wait of this context has run out before, and ranks are out of step since\n"
+                + self.page.message,
+                help=RESET,
+            )
         if os.getpid() != self.pid:
             raise IrisError(
                 f"this iris context belongs to process {self.pid}, and this is a fork of it "
                 f"(process {os.getpid()})",
                 help="start ranks with iris.launch or torchrun; fork helpers before iris.iris()",
             )
+
+    def give_up(self, message: str) -> None:
+        """Tell peers that a wait of this rank has run out."""
+        if self.page.state == OPEN:
+            self.page.tell(message)
+            self.page.leave(LOST)
 
     def leave(self, state: int, message: str = "") -> None:
         """Tell peers that this rank will not answer any more, and why. The first reason stands."""

@@ -53,6 +53,11 @@ class Checks:
             self._world.board.observer = None
             self.races.stop()
 
+    def renew(self) -> None:
+        """Forget what was noted: waits ran out, and what they order is not known."""
+        if self.races is not None:
+            self.races.clear()
+
     def look(self, group: Group, ordered: bool = False) -> None:
         """Raise ``CheckError`` on every member where any finds a fault. Collective over ``group``.
 

@@ -26,6 +26,7 @@ from iris.runtime.creation import Creation
 from iris.runtime.devices import Placement, compute_units, sharing
 from iris.runtime.groups import Group
 from iris.runtime.heap import Heap, slab_bytes
+from iris.runtime.recovery import Counting, Recovery
 from iris.runtime.rendezvous import Rendezvous
 from iris.runtime.slabs import create_slab
 from iris.runtime.tracing import Tracing
@@ -85,7 +86,7 @@ def current_or_none() -> "Iris | None":
     return _current
 
 
-class Iris(Creation, CopyEngine, RankLogging):
+class Iris(Creation, CopyEngine, Recovery, RankLogging):
     """One rank's view of the world: its heap, its peers, barriers, tensors on the heap.
 
     Made by ``iris.iris()``. Leaving it as a context manager closes it.
@@ -96,8 +97,6 @@ class Iris(Creation, CopyEngine, RankLogging):
             x = ctx.ones(8)
             ctx.barrier()
     """
-
-    watch: "Watch"
 
     def __init__(
         self,
@@ -122,6 +121,7 @@ class Iris(Creation, CopyEngine, RankLogging):
         self._watchdog: Watchdog | None = None
         self._engine: Engine | None = None
         self.checks: Checks | None = None  # under IRIS_CHECK=1
+        self.counting: weakref.WeakSet[Counting] = weakref.WeakSet()
         self._closed = False
 
     @classmethod
@@ -168,9 +168,9 @@ class Iris(Creation, CopyEngine, RankLogging):
         self = cls(rendezvous, board, world, heap, sharing(uuids, rendezvous.rank))
         self.own_gpus = gpus == self.num_ranks
         self.watch = _watch(self)
+        self._watchdog = Watchdog(board, self.watch)
+        self._watchdog.start()
         if placement.device.type == "cuda":
-            self._watchdog = Watchdog(board, self.watch)
-            self._watchdog.start()
             _load_barrier(self)
         if engines:
             self._engine = Engine(self)
@@ -210,8 +210,7 @@ class Iris(Creation, CopyEngine, RankLogging):
             torch.cuda.synchronize(self.device)
         if self._engine is not None:
             self._engine.settle()
-        if self.device.type == "cuda":
-            self.watch.check(synchronized=True)
+        self.watch.check(synchronized=True)
 
     def barrier(self, stream: "torch.cuda.Stream | None" = None, group: Ranks = None) -> None:
         """Wait for this rank's GPU (or only for ``stream``), then for every rank of ``group``.
@@ -227,14 +226,6 @@ class Iris(Creation, CopyEngine, RankLogging):
         members.sync(_BARRIER, f"barrier of ranks {members.ranks}")
         if self.checks is not None:
             self.checks.look(members, ordered=True)
-
-    def check(self) -> None:
-        """With ``IRIS_CHECK=1``, look for writes beside blocks and, on CPU ranks, for races.
-
-        Collective over the world. Raises ``CheckError`` on all ranks; see docs/checking.md.
-        """
-        if self.checks is not None:
-            self.checks.look(self.world)
 
     def broadcast(
         self, value: Any, src: int = 0, *, group: Ranks = None, as_tensor: bool = False
@@ -328,15 +319,6 @@ class Iris(Creation, CopyEngine, RankLogging):
         """Tell peers that this rank failed: those that wait for it raise ``PeerError``."""
         self._board.page.leave(FAILED, message)
 
-    def renew(self) -> None:
-        """Forget failures and unfinished waits.
-
-        Only while no rank is in any call (``RankPool`` between tasks).
-        """
-        self._board.page.renew()
-        for group in self._groups.values():
-            group.renew()
-
     def __enter__(self) -> "Iris":
         return self
 
@@ -353,7 +335,7 @@ class Iris(Creation, CopyEngine, RankLogging):
 
     def check_usable(self) -> None:
         """Raise ``IrisError`` in a forked process, or where this context is closed."""
-        self._board.check_process()
+        self._board.check_usable()
         if self._closed:
             raise IrisError("this iris context is closed", help="create one with iris.iris()")
 
@@ -414,7 +396,7 @@ _BARRIER = zlib.crc32(b"barrier")
 def _watch(ctx: Iris) -> "Watch":
     from iris.device.watch import Watch  # the device package brings in triton
 
-    return Watch.create(ctx, config.timeout())
+    return Watch.create(ctx, config.timeout(), config.slow())
 
 
 def _load_barrier(ctx: Iris) -> None:

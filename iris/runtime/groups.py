@@ -26,6 +26,7 @@ from torch import Tensor
 
 from iris import config
 from iris.errors import (
+    RESET,
     SAME_CALLS,
     TRACE_FIRST,
     CollectiveMismatchError,
@@ -33,7 +34,7 @@ from iris.errors import (
     PeerError,
     TimeoutError,
 )
-from iris.runtime.board import CALLS, CHUNK_BYTES, Board, Slot, fence
+from iris.runtime.board import CALLS, CHUNK_BYTES, LOST, Board, Slot, fence
 
 if TYPE_CHECKING:
     from iris.runtime.heap import Block, Heap
@@ -101,7 +102,7 @@ class Group:
         usable), ``PeerError`` where a member died, closed or failed, and ``TimeoutError`` after
         ``IRIS_TIMEOUT`` seconds; each quotes ``what``.
         """
-        self.board.check_process()
+        self.board.check_usable()
         epoch = self.epoch + 1
         parity = epoch & 1
         if self._said[parity] != what:
@@ -138,6 +139,8 @@ class Group:
 
         Raises ``CollectiveMismatchError`` where a member came to this call with another one.
         """
+        self.board.check_usable()
+        self.board.recent = self
         self._launches += 1
         number = (self.epoch + self._launches) & _NUMBER
         place, word = number % CALLS, number << 33 | _LAUNCH | signature
@@ -188,9 +191,17 @@ class Group:
 
     def _write_call(self, signature: int, text: str) -> None:
         """Note that this rank comes to a meeting."""
+        self.board.recent = self
         number = (self.epoch + 1 + self._launches) & _NUMBER
         self._texts[signature & _LOW] = text
         self._slot.calls[number % CALLS] = number << 33 | (signature & _LOW)
+
+    def last_call(self) -> str:
+        """Say which call of this group was this rank's last one."""
+        done = self.epoch + self._launches
+        words = [self._slot.calls[(done + more) % CALLS] for more in (0, 1)]
+        number, signature = max((word >> 33, word & _LOW) for word in words)
+        return f"call {number} of ranks {self.ranks}, {self._texts.get(signature, 'a meeting')}"
 
     def _find_peers(self) -> list[memoryview]:
         found = [self.board.pages[rank].find(self.key) for rank in self.ranks]
@@ -224,12 +235,17 @@ class Group:
         while True:
             seen = self._seen(index, parity)
             if (seen ^ word) & _LOW == 0:
+                if spins >= _SPINS:
+                    self.board.waiting = ""
                 return seen == word
             spins += 1
             if spins < _SPINS:
                 os.sched_yield()
                 continue
             now = time.monotonic()
+            if spins == _SPINS:
+                epochs = f"epoch expected {word & _LOW}, seen {self._reached(index)}"
+                self.board.waiting = f"waits in {what}, for rank {self.ranks[index]} ({epochs})"
             time.sleep(min(1e-3, 5e-5 + (now - started) / 100))
             if now - checked > _CHECK_SECONDS:
                 checked = now
@@ -252,16 +268,35 @@ class Group:
         number = (self.epoch + 1 + self._launches) & _NUMBER
         if any(calls[number % CALLS] >> 32 == number << 1 | 1 for calls in self._find_peers()):
             raise self._quarrel(number)
+        for rank in missing:
+            if self.board.pages[rank].state == LOST:
+                raise self._give_up(parity, self.board.pages[rank].message, RESET)
         reasons = [text for rank in missing if (text := troubles[rank]) is not None]
         me = self.board.rank
         if reasons:
             raise PeerError("; ".join(reasons) + f"\n  rank {me} was waiting for it in: {what}")
         if missing and waited > config.timeout():
-            raise TimeoutError(
-                f"{what}: rank {me} waited {waited:.1f} s for {_names(missing)}",
-                help="every rank must make the same calls in the same order; "
+            seen = ", ".join(str(self._reached(self.ranks.index(rank))) for rank in missing)
+            raise self._give_up(
+                parity,
+                f"{what}: rank {me} waited {waited:.1f} s for {names(missing)}\n"
+                f"  epoch: expected {word & _LOW}, seen {seen}",
+                "every rank must make the same calls in the same order; "
                 f"raise IRIS_TIMEOUT (now {config.timeout():g} s) if they are only slow",
             )
+
+    def _give_up(self, parity: int, text: str, help: str) -> TimeoutError:
+        """Take back that this rank has come, so that nobody goes on without it."""
+        self._slot.words[parity] = 0
+        self.board.give_up(text)
+        self.board.waiting = ""
+        return TimeoutError(text, help)
+
+    def _reached(self, index: int) -> int:
+        """The last meeting that a member has come to."""
+        self._seen(index, 0)
+        slot = self._slots[index]
+        return 0 if slot is None else max(slot.words[0] & _LOW, slot.words[1] & _LOW)
 
     def _mismatch(self, parity: int, word: int) -> CollectiveMismatchError:
         calls = []
@@ -277,7 +312,7 @@ class Group:
 _DIFFERENT = "ranks of one group are in different calls"
 
 
-def _names(ranks: Sequence[int]) -> str:
+def names(ranks: Sequence[int]) -> str:
     noun = "rank" if len(ranks) == 1 else "ranks"
     return f"{noun} {', '.join(map(str, ranks))}"
 

@@ -15,8 +15,9 @@ from iris import P
 pytestmark = pytest.mark.ranks
 
 CATALOGUE = Path(__file__).parents[2] / "docs" / "errors.md"
-# What differs from run to run: the user's line, and how long a wait really took.
+# What differs from run to run: the user's line, how long a wait really took, how many were before.
 PLACE, SECONDS = re.compile(r"\w+\.py:\d+"), re.compile(r"waited \d+\.\d s")
+EPOCH = re.compile(r"epoch: expected \d+, seen \d+")
 
 
 @iris.spmd(in_specs=(P("tp", None), P(None, "tp")), out_specs=P(None, "tp"))
@@ -79,6 +80,15 @@ def messages() -> dict[str, str]:
     return texts
 
 
+def stray() -> str:
+    os.environ["IRIS_CHECK"] = "1"
+    with iris.iris(heap_size=1 << 20) as ctx:
+        x = ctx.zeros(4)
+        if ctx.get_rank() == 1:
+            x.as_strided((5,), (1,))[4] = 7.0
+        return message(ctx.check)
+
+
 def dies() -> None:
     ctx = iris.iris(heap_size=1 << 20)
     if ctx.get_rank() == 1:
@@ -87,12 +97,14 @@ def dies() -> None:
 
 
 def steady(text: str) -> str:
-    return SECONDS.sub("waited 1.0 s", PLACE.sub("model.py:7", text))
+    text = EPOCH.sub("epoch: expected 2, seen 1", PLACE.sub("model.py:7", text))
+    return SECONDS.sub("waited 1.0 s", text)
 
 
 def test_messages_are_those_of_the_catalogue() -> None:
     catalogue = steady(CATALOGUE.read_text())
     texts = iris.launch(messages, 2)[0]
+    texts["CheckError"] = iris.launch(stray, 2)[0]
     launch = message(lambda: iris.launch(dies, 2))
     texts["LaunchError"] = launch.partition("\nTraceback")[0]
     texts["PeerError"] = launch.rpartition("PeerError: ")[2]

@@ -265,21 +265,3 @@ def epoch_case(epoch):
 
 def test_the_epoch_may_wrap(ranks):
     ranks(2).run(epoch_case, 2**31 - 3)
-
-
-def late_case():
-    """Rank 1 does not come: rank 0 stops waiting, and the error says for whom."""
-    ctx = iris.iris(1 << 20)
-    stage = MatmulAllReduce.create(ctx, ctx.world, M=2, N=4, K=4, dtype=torch.float32)
-    x, w, out = integers(0, 2, 4), integers(1, 4, 4), torch.empty(2, 4)
-    stage.warm(x, w, out=out)
-    ctx.barrier()
-    if ctx.cur_rank == 0:
-        stage(x, w, out=out)
-        with pytest.raises(iris.TimeoutError, match=r"matmul_all_reduce .*for rank 1"):
-            ctx.watch.check()
-
-
-def test_a_missing_peer_is_named(ranks, monkeypatch):
-    monkeypatch.setenv("IRIS_TIMEOUT", "1")
-    iris.launch(late_case, 2, env={"IRIS_TIMEOUT": "1"})

@@ -265,6 +265,7 @@ class AllGatherMatmul(Stage):
         first_row = 0 if T.by_columns else group.index * self.shard
         self.queues = _queues(ctx, group) if T.engine else None
         self.share = Share.create(config, T, self.M, tiled, self.K, first_row, ctx.heap.device)
+        self.workspace.counters.append(self.share.counts)
         self.epilogues = [*epilogues, *[identity] * (self.MAX_WEIGHTS - len(epilogues))]
         self.programs = self.share.programs
         self.options = {"num_warps": config.warps, "num_stages": config.stages}

@@ -140,7 +140,8 @@ class Workspace:
         flag_bytes = round_up(max(1, 4 * flags), 256)
         self.half = round_up(max(1, half), 256)
         self.block = ctx.heap.allocate(flag_bytes + 2 * self.half, group)
-        self.block.tensor[:flag_bytes].zero_()
+        self.counters = [self.block.tensor[:flag_bytes]]  # that begin at 0
+        self.counters[0].zero_()
         self.device = self.block.tensor.device
         self.local = self.block.tensor[flag_bytes:]
         self.flags = torch.tensor(self.block.peers, dtype=torch.int64, device=self.device)
@@ -148,10 +149,17 @@ class Workspace:
         self.state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=self.device)
         self._ctx, self._ranks = ctx, group.ranks
         self.named(what, what)
+        self.counters.append(self.state)
+        ctx.counting.add(self)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         # No rank may set a flag before its owner has zeroed it.
         group.sync(zlib.crc32(what.encode()) & 0x7FFFFFFF, what)
+
+    def restart(self) -> None:
+        """Count launches from 0 again, when no rank is in any."""
+        for counter in self.counters:
+            counter.zero_()
 
     @property
     def watch(self) -> tuple[Tensor, int, Tensor | None]:

@@ -176,6 +176,7 @@ class MatmulAllReduce(ProductStage):
         super().__init__(ctx, problem, layout, functions)
         blocks = problem.group.size * -(-problem.shard // self.run) + -(-problem.M // self.run)
         self.counters = torch.zeros(blocks, dtype=torch.int32, device=problem.device)
+        self.workspace.counters.append(self.counters)
 
     def extra(
         self, weight: Tensor | None = None, eps: float = 0.0, normed: Tensor | None = None

@@ -94,6 +94,7 @@ class ProductStage(Stage):
             layout.first_row,
             problem.device,
         )
+        self.workspace.counters.append(self.share.counts)
         self.programs = self.share.programs
         self.options = {"num_warps": config.warps, "num_stages": config.stages}
 
