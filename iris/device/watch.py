@@ -198,7 +198,7 @@ class Watch:
         ]
         return "\n".join(lines), (
             f"look for the error or the missing call on {name}; "
-            f"raise IRIS_TIMEOUT (now {seconds:g} s) if it is only slow"
+            f"raise IRIS_TIMEOUT (now {seconds:g} s) if it is only slow; go on with ctx.reset()"
         )
 
 

@@ -124,7 +124,7 @@ def test_a_lost_wait_ends_all_waits_and_says_the_same_on_all_ranks(ranks):
             "all_gather_matmul: rank 0 waited 1 s for rank 2\n"
             "  epoch: expected 7, seen 6\n"
             "help: look for the error or the missing call on rank 2; "
-            "raise IRIS_TIMEOUT (now 1 s) if it is only slow"
+            "raise IRIS_TIMEOUT (now 1 s) if it is only slow; go on with ctx.reset()"
         ]
         * 3
     )
