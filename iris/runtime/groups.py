@@ -282,7 +282,8 @@ class Group:
                 f"{what}: rank {me} waited {waited:.1f} s for {names(missing)}\n"
                 f"  epoch: expected {word & _LOW}, seen {seen}",
                 "every rank must make the same calls in the same order; "
-                f"raise IRIS_TIMEOUT (now {config.timeout():g} s) if they are only slow; go on with ctx.reset()",
+                f"raise IRIS_TIMEOUT (now {config.timeout():g} s) if they are only slow; "
+                "go on with ctx.reset()",
             )
 
     def _give_up(self, parity: int, text: str, help: str) -> TimeoutError:
