@@ -90,7 +90,8 @@ def wait(ptr, epoch, record, stage=0, peer=-1, mask=None):
             was_clear = tl.where(state == 0, 1, was_clear)
             if now - since > tl.load(record + SLOW):
                 _tell_slow(record, stage, peer, epoch, seen, mask, polls)
-        seen = load_acquire(ptr, mask)
+        # Of a wait that is over, what was missing is kept, though it may come now.
+        seen = tl.where(state == 0, load_acquire(ptr, mask), seen)
     if (state == claim) & (was_clear != 0):  # claimed now, not by an earlier wait of this program
         _write(record, stage, peer, epoch, seen, mask)
     waited(ptr, epoch, mask, state)
