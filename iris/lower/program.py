@@ -167,10 +167,9 @@ class _Writer:
         group = self.place.group_of(match.collective)
         values = Values(self.types, self.graph.mesh, self.place.coord)
         call = FusedCall(match, choice.algorithm, choice.gemm, self.place.ctx, group, values)
-        name = f"{match.stage}_{match.results[0]}"
+        name = self._callable(f"{match.stage}_{match.results[0]}", call)
         what = Site(self.graph, self.place, node, len(self.fused)).what
         call.work.named(what, f"{match.stage} %{match.results[0]}")
-        self.space[name] = call
         self.fused.append(call)
         operands = operands_of(match)
         results = results_of(match)
@@ -200,8 +199,8 @@ class _Writer:
             on_host = ""
             site = Site(self.graph, self.place, node, self.sites, self.lowering == "triton")
             self.sites += 1
-            name = f"{node.op}_{node.out.name}"
-            collective = self.space[name] = MAKERS[node.op](site)
+            collective = MAKERS[node.op](site)
+            name = self._callable(f"{node.op}_{node.out.name}", collective)
             if isinstance(collective, KernelCollective):
                 self.fused.append(collective)
             elif site.group.size > 1:
@@ -210,14 +209,21 @@ class _Writer:
             return f"{name}({', '.join(self._text(arg) for arg in node.args)})", on_host
         if node.op == "axis_index":
             index = self.place.group_of(node).index
-            self.space["axis_index"] = functools.partial(torch.full, (), dtype=torch.int64)
-            return f"axis_index({index}, device={self._text(Token('device'))})", ""
+            fill = functools.partial(torch.full, (), dtype=torch.int64)
+            name = self._callable("axis_index", fill)
+            return f"{name}({index}, device={self._text(Token('device'))})", ""
         type_ = node.out.type if len(node.outputs) == 1 else None
-        name, function = torch_function(node.op, type_)
-        self.space[name] = function
+        name = self._callable(*torch_function(node.op, type_))
         args = [self._text(arg) for arg in node.args]
         args += [f"{key}={self._text(arg)}" for key, arg in node.attrs]
         return f"{name}({', '.join(args)})", ""
+
+    def _callable(self, name: str, function: Any) -> str:
+        """Make ``function`` known to the text, under a name that no argument has."""
+        while any(value.name == name for value in self.graph.inputs):
+            name += "_"
+        self.space[name] = function
+        return name
 
     def _text(self, arg: Arg) -> str:
         if isinstance(arg, Ref):

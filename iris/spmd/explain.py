@@ -38,7 +38,7 @@ class Explanation:
         """The stages, as a rich table."""
         table = Table(title=f"{self.name} on {self.mesh}", title_justify="left")
         for heading in ("stage", "result", "line", "algorithm", "why", "predicted us"):
-            table.add_column(heading)
+            table.add_column(heading, no_wrap=heading in ("stage", "algorithm", "predicted us"))
         for row in self.rows:
             times = "\n".join(f"{name} {time:.0f}" for name, time in row.choice.candidates)
             table.add_row(

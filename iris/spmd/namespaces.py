@@ -229,20 +229,24 @@ def _plus(product: Tensor, bias: Tensor | None) -> Tensor:
     return product if bias is None else product + bias
 
 
+def _matmul(A: Tensor, B: Tensor) -> Tensor:
+    return torch._int_mm(A, B) if A.dtype == torch.int8 else A @ B
+
+
 def _matmul_all_reduce(A: Tensor, B: Tensor, bias: Tensor | None) -> Tensor:
-    return _plus(collectives.all_reduce(A @ B, AXIS), bias)
+    return _plus(collectives.all_reduce(_matmul(A, B), AXIS), bias)
 
 
 def _all_gather_matmul(A: Tensor, B: Tensor, bias: Tensor | None, dim: int) -> Tensor:
-    return _plus(collectives.all_gather(A, AXIS, dim) @ B, bias)
+    return _plus(_matmul(collectives.all_gather(A, AXIS, dim), B), bias)
 
 
 def _matmul_all_gather(A: Tensor, B: Tensor, bias: Tensor | None) -> Tensor:
-    return collectives.all_gather(_plus(A @ B, bias), AXIS)
+    return collectives.all_gather(_plus(_matmul(A, B), bias), AXIS)
 
 
 def _matmul_reduce_scatter(A: Tensor, B: Tensor, bias: Tensor | None) -> Tensor:
-    return _plus(collectives.reduce_scatter(A @ B, AXIS), bias)
+    return _plus(collectives.reduce_scatter(_matmul(A, B), AXIS), bias)
 
 
 def _all_gather(x: Tensor, dim: int) -> Tensor:

@@ -143,7 +143,8 @@ def _add_parts(scratch, space, parts, weight, column, T: tl.constexpr):
         # Several at a time: a single load a step would last as long as all of these.
         for next in tl.static_range(4):
             there = _part(scratch, space + part + next, weight, column, C, T)
-            total += tl.load(there, mask=part + next < parts, other=0, cache_modifier=".cg")
+            live = tl.full((1, 1), part + next, tl.int32) < parts  # a block: the interpreter
+            total += tl.load(there, mask=live, other=0, cache_modifier=".cg")  # fails on a scalar
         part += 4
     return total
 
