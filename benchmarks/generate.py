@@ -1,18 +1,24 @@
 """Tokens a second of SmolLM2-135M on CPU ranks: iris beside transformers' own tensor parallelism.
 
 ``python benchmarks/generate.py --ranks 2 3 4``: transformers on one process, transformers with
-``tp_plan="auto"`` over gloo, and iris, one thread a rank, greedy, in one run. Each generates twice;
-the second time counts, and the pace is that of the median step. All must say the same.
+``tp_plan="auto"`` over gloo, and iris, one thread a rank, greedy, in one run. They take turns, for
+some rounds; each generates twice, and the second time counts. A pace is that of the median step,
+and what is shown the median of the rounds. All must say the same. Transformers needs the package
+accelerate for its tensor parallelism.
 """
 
 import argparse
+import itertools
+import json
 import os
+import platform
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,7 +41,7 @@ def measure(model: Any, prompt: list[int], tokens: int) -> tuple[list[int], floa
     """Tokens, seconds to the first, and steps a second, of the second of two greedy runs."""
     ids = torch.tensor([prompt])
     for _ in range(2):
-        streamer = Streamer(lambda _: "", lambda _: None)
+        streamer = Streamer(lambda _: "", lambda _: None)  # writes nothing, notes the times
         start = time.perf_counter()
         model.generate(
             input_ids=ids,
@@ -47,7 +53,7 @@ def measure(model: Any, prompt: list[int], tokens: int) -> tuple[list[int], floa
         )
     times = streamer.times
     steps = [after - before for before, after in pairwise(times)]
-    return streamer.tokens, times[0] - start, 1 / statistics.median(steps)
+    return streamer.tokens[0], times[0] - start, 1 / statistics.median(steps)
 
 
 def with_iris(model: models.Model, prompt: list[int], tokens: int) -> Any:
@@ -103,35 +109,85 @@ def main() -> int:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[3])
     parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--results", type=Path, help="a JSON file for the figures")
     options = parser.parse_args()
-    console, said = Console(), []
+    console = Console()
     model, encode = models.load("smollm2")
     prompt = encode(PROMPT)
-    table = Table("what", "ranks", "first token, ms", "tokens/s")
+    paces: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    faults: dict[tuple[str, int], str] = {}
+    said = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save(model, folder)
-        runs: list[tuple[str, int, Callable[..., Any], Any]] = [
-            ("transformers", 1, with_transformers, folder),
-        ]
-        for ranks in options.ranks:
-            runs += [
-                ('transformers, tp_plan="auto", gloo', ranks, with_transformers, folder),
-                ("iris", ranks, with_iris, model),
-            ]
-        for what, ranks, run, source in runs:
+        turns = contestants(options.ranks, model, folder)
+        for _, (what, ranks, run, source) in itertools.product(range(options.rounds), turns):
+            if (what, ranks) in faults:
+                continue
             try:
                 results = iris.launch(run, ranks, source, prompt, options.tokens, timeout=TIMEOUT)
             except LaunchError as error:
-                table.add_row(what, str(ranks), "", escape(f"fails: {reason_of(error)}"))
+                faults[what, ranks] = reason_of(error)
                 continue
             _, first, pace = results[0]
             said += [result[0] for result in results]
-            table.add_row(what, str(ranks), f"{first * 1e3:.0f}", f"{pace:.1f}")
-    console.print(table)
+            paces.setdefault((what, ranks), []).append((first, pace))
+            console.print(f"{what}, {ranks} ranks: {pace:.1f} tokens/s")
+    show(console, paces, faults)
+    if options.results:
+        write(options.results, paces, faults)
     same = all(tokens == said[0] for tokens in said)
     console.print("all say the same" if same else "they say different things")
     return 0 if same else 1
+
+
+Turn = tuple[str, int, Callable[..., Any], Any]
+
+
+def contestants(worlds: list[int], model: models.Model, folder: Path) -> list[Turn]:
+    """Who takes turns: a name, ranks, what runs there, and on which model."""
+    turns: list[Turn] = [("transformers", 1, with_transformers, folder)]
+    for ranks in worlds:
+        turns += [
+            ('transformers, tp_plan="auto", gloo', ranks, with_transformers, folder),
+            ("iris", ranks, with_iris, model),
+        ]
+    return turns
+
+
+def medians(found: list[tuple[float, float]]) -> tuple[float, float]:
+    """Seconds to the first token and tokens a second, over rounds."""
+    return statistics.median(first for first, _ in found), statistics.median(p for _, p in found)
+
+
+def show(console: Console, paces: dict[Any, Any], faults: dict[Any, str]) -> None:
+    """One table, in the order of the first round."""
+    table = Table("what", "ranks", "first token, ms", "tokens/s", "of each round")
+    for (what, ranks), found in paces.items():
+        first, pace = medians(found)
+        rounds = ", ".join(f"{pace:.1f}" for _, pace in found)
+        table.add_row(what, str(ranks), f"{first * 1e3:.0f}", f"{pace:.1f}", rounds)
+    for (what, ranks), reason in faults.items():
+        table.add_row(what, str(ranks), "", "", escape(f"fails: {reason}"))
+    console.print(table)
+
+
+def write(path: Path, paces: dict[Any, Any], faults: dict[Any, str]) -> None:
+    """The figures and their conditions, as JSON."""
+    about = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": f"{os.cpu_count()}-core {platform.machine().replace('_', '-')} CPU",
+        "model": "SmolLM2-135M-Instruct, fp32, greedy, one thread a rank",
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+    }
+    rows = [
+        {"what": what, "ranks": ranks, "first_token_s": medians(found)[0]}
+        | {"tokens_per_s": medians(found)[1], "rounds": [round(pace, 2) for _, pace in found]}
+        for (what, ranks), found in paces.items()
+    ]
+    rows += [{"what": w, "ranks": ranks, "fails": why} for (w, ranks), why in faults.items()]
+    path.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
