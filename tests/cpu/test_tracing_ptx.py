@@ -34,6 +34,7 @@ POINTERS = {
     **dict.fromkeys(("state", "heads", "table", "counts", "y"), "*i32"),
     **dict.fromkeys(("a", "b"), "tensordesc<bf16[64, 32]>"),
     **dict.fromkeys(("x", "out"), "*bf16"),
+    **dict.fromkeys(("args", "after_args"), ()),
     "scratch": "*fp32",
 }
 TILING = Tiling.of(GemmConfig(64, 64, 32, 4, 3, pieces=1), 4, 1024, torch.bfloat16, False)
@@ -43,7 +44,6 @@ STAGES = {
         {
             "T": TILING.with_modes(announced=True, a_mode=1, b_mode=1),
             **dict.fromkeys(("epilogue", "after"), identity),
-            **dict.fromkeys(("args", "after_args"), ()),
         },
     ),
     "exchange": (
@@ -83,7 +83,7 @@ def assembly(kernel, constants, target=H200):
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, kind in enumerate(types.values())
-        if kind.startswith("*")
+        if str(kind).startswith("*")
     }
     source = ASTSource(kernel, types, constexprs=constants, attrs=aligned)
     binary = triton.compile(source, target=target, options={"num_warps": 4})
