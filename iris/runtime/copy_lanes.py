@@ -264,6 +264,7 @@ class StreamLanes:
         self._driver = Driver.load()
         self._streams: dict[Key, torch.cuda.Stream] = {}
         self._pending: deque[_Pending] = deque()
+        self._kept: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
         self._wait_kernel, self._signal_kernel = wait_kernel, signal_kernel
         self._watch = ctx.watch
         self._stages: dict[str, int] = {}
@@ -296,13 +297,15 @@ class StreamLanes:
         for stream in (self._urgent, *self._streams.values()):
             self._driver.close_stream(stream.cuda_stream)
         self._streams.clear()
+        self._kept.clear()
 
     def submit(self, key: Key, ops: Sequence[Op], used: Sequence[Tensor]) -> None:
         stream = self._stream(key)
-        for tensor in used:
-            tensor.record_stream(stream)
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        self.issue(stream, ops, torch.cuda.is_current_stream_capturing())
+        capturing = torch.cuda.is_current_stream_capturing()
+        self.issue(stream, ops, capturing)
+        if not capturing:  # a graph's tensors are kept by who replays it
+            self._kept.append((stream.record_event(), tuple(used)))
 
     def perform(self, peer: int, ops: Sequence[Rectangle | Mark], now: bool = False) -> None:
         stream = self._urgent if now else self._stream((peer, DEVICE))
@@ -316,6 +319,8 @@ class StreamLanes:
                 self._wait(op, stream, capturing)
             elif isinstance(op, Mark):
                 self._signal(op, stream, kernel=capturing or op.add or not self.needs_no_unit)
+            elif op.width * op.height == 0:
+                pass  # nothing to copy
             elif op.height == 1:
                 self._driver.copy(op.dst, op.src, op.width, handle)
             else:
@@ -343,6 +348,8 @@ class StreamLanes:
         return list(self._streams)
 
     def advance(self) -> bool:
+        while self._kept and self._kept[0][0].query():
+            self._kept.popleft()
         before = len(self._pending)
         for _ in range(before):
             item = self._pending.popleft()

@@ -24,7 +24,7 @@ class Rectangle:
     @property
     def dst_end(self) -> int:
         """One past the last byte that is written."""
-        return self.dst + (self.height - 1) * self.dst_pitch + self.width
+        return self.dst + max(0, self.height - 1) * self.dst_pitch + self.width
 
 
 def rectangles(

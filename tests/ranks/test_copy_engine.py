@@ -434,7 +434,7 @@ def planned():
         own = [part[rank] for part in (x.chunk(world), w.chunk(world, 1), bias.chunk(world))]
         y = up(*own)
         assert torch.equal(y.cpu(), torch.relu(x @ own[1] + own[2]))
-    assert "copy engine" in str(up.explain(*own))
+    assert ("copy engine" in str(up.explain(*own))) == ctx.copies_beside_kernels
 
 
 def test_a_program_with_the_copy_engine(ranks):
