@@ -10,6 +10,7 @@ again; every later call is one graph launch and no meeting.
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -70,7 +71,8 @@ class Runner:
         self.executable, self.ctx, self.group, self.what = executable, ctx, group, what
         self.signature = group.know(what)
         self.used = 0  # the number of its last call
-        self._noted = bool(executable.fused) and group.size > 1
+        self._has_kernels = bool(executable.fused)
+        self._noted = self._has_kernels and group.size > 1
         self.on_gpu = ctx.device.type == "cuda"
         self.reuse = reuse
         self.replays = replay and self.on_gpu
@@ -79,7 +81,7 @@ class Runner:
         self.on_host: dict[int, str] = {}  # steps outside the graph, and why
         self._addresses: list[int] = []
         self._turn = Turn.of(ctx) if self.on_gpu else None
-        self._traced = ctx.tracing.enabled
+        self._tracing, self._traced = ctx.tracing, ctx.tracing.enabled
 
     @property
     def outside(self) -> list[tuple[str, str, str]]:
@@ -207,14 +209,20 @@ class Capture:
         self.pool = pool or torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
         self.moved = set(moved)
+        self._detached = any(x.requires_grad for x in inputs)
         self._record(inputs)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _record(self, inputs: Sequence[Tensor]) -> None:
-        self.buffers = {i: torch.empty_like(inputs[i]) for i in self.moved}
-        bound = [self.buffers.get(i, x) for i, x in enumerate(inputs)]
+        moved = sorted(self.moved)
+        self.buffers = [torch.empty_like(inputs[i]) for i in moved]
+        bound = [*inputs]
+        for i, buffer in zip(moved, self.buffers, strict=True):
+            bound[i] = buffer
         self.addresses = addresses(bound)
+        self._moved = _picker(moved)
+        self._still = _picker([i for i in range(len(inputs)) if i not in self.moved])
         self.graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -225,31 +233,50 @@ class Capture:
                 self.graph.capture_end()
         torch.cuda.current_stream().wait_stream(self.stream)
         self.values = values
+        self._fresh = _clones if all(isinstance(value, Tensor) for value in values) else fresh
         self._replay = self.graph.replay
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
         now = addresses(inputs)
         if now != self.addresses:
-            self._bind(inputs, now)
+            if self._still(now) != self._still(self.addresses):
+                self._move(inputs, now)
+            self._copy_in(self._moved(inputs))
         self._replay()
-        if self.reuse:
-            return self.values
-        return [value.clone() if isinstance(value, Tensor) else value for value in self.values]
+        return self.values if self.reuse else self._fresh(self.values)
 
-    def _bind(self, inputs: Sequence[Tensor], now: Sequence[int]) -> None:
-        """Bring inputs that are elsewhere to where the graph reads them."""
-        pairs = enumerate(zip(now, self.addresses, strict=True))
-        moved = [i for i, (address, bound) in pairs if address != bound]
-        if not self.buffers.keys() >= set(moved):
-            self.moved.update(moved)
-            # The old graph must not be running when it goes.
-            torch.cuda.current_stream().synchronize()
-            self._record(inputs)
-        sources = [inputs[i].detach() if inputs[i].requires_grad else inputs[i] for i in moved]
-        if len(moved) == 1:
-            self.buffers[moved[0]].copy_(sources[0])
+    def _copy_in(self, sources: Sequence[Tensor]) -> None:
+        if self._detached:
+            sources = [source.detach() for source in sources]
+        if len(sources) == 1:
+            self.buffers[0].copy_(sources[0])
         else:
-            torch._foreach_copy_([self.buffers[i] for i in moved], sources)
+            torch._foreach_copy_(self.buffers, [*sources])
+
+    def _move(self, inputs: Sequence[Tensor], now: Sequence[int]) -> None:
+        """Give buffers to inputs that do not stay where they were."""
+        pairs = enumerate(zip(now, self.addresses, strict=True))
+        self.moved.update(i for i, (address, bound) in pairs if address != bound)
+        # The old graph must not be running when it goes.
+        torch.cuda.current_stream().synchronize()
+        self._record(inputs)
+
+
+def fresh(values: Sequence[Any]) -> Sequence[Any]:
+    """Copies of tensors that the next call overwrites."""
+    return [value.clone() if isinstance(value, Tensor) else value for value in values]
+
+
+def _clones(values: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [*map(Tensor.clone, values)]
+
+
+def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function from a sequence to its items at ``places``."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    first, last = (places[0], places[0] + 1) if places else (0, 0)
+    return lambda items: tuple(items[first:last])
 
 
 class Pieces:
@@ -288,9 +315,7 @@ class Pieces:
     @torch.no_grad()
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
         values, _ = run_pieces(self.executable, self.calls, inputs)
-        if self.reuse:
-            return values
-        return [value.clone() if isinstance(value, Tensor) else value for value in values]
+        return values if self.reuse else fresh(values)
 
 
 Call = tuple[Part, Callable[[Sequence[Any]], Sequence[Any]]]

@@ -32,6 +32,11 @@ class Bound:
         self.tensors, self.statics = tensors, statics
 
     @property
+    def only_tensors(self) -> bool:
+        """Whether the parameters are tensors, all given by place."""
+        return self.tensors is self.values and self._binder._plain
+
+    @property
     def key(self) -> tuple[object, ...]:
         """All that is not a tensor's data, with an entry for each label of ``Binder.labels``."""
         return self._binder.key(self.values)
@@ -112,13 +117,14 @@ class Binder:
             statics.append(_placing(value))
         elif kind in SIMPLE:
             statics.append(self._static(name, value))
-        elif kind is list or kind is tuple:
-            statics.append((kind, len(value)))
-            for item in value:
-                self._flatten(name, item, tensors, statics)
-        elif kind is dict:
-            statics.append((kind, tuple(value)))
-            for item in value.values():
+        elif kind is list or kind is tuple or kind is dict:
+            items = value.values() if kind is dict else value
+            only_tensors = _TENSORS.issuperset(map(type, items))
+            statics.append((kind, tuple(value) if kind is dict else len(value), only_tensors))
+            if only_tensors:
+                tensors.extend(items)
+                return
+            for item in items:
                 self._flatten(name, item, tensors, statics)
         else:
             items, tree = pytree.tree_flatten(value, is_leaf=lambda node: node is not value)

@@ -48,12 +48,16 @@ class Program:
     executable: Executable | None = None
     runner: Runner | None = None
     plan: str = ""  # the text that runs
-    _single: bool = field(init=False)
+    _single: bool = field(init=False)  # one result, and nothing to do but to run
+    _flat: type | None = field(init=False)  # of a tuple or list of results
     _written: list[int] = field(init=False)  # the inputs that the program writes to
 
     def __post_init__(self) -> None:
-        self._single = self.out_tree.is_leaf() and self.outputs[0].kind == "value"
-        self._single &= not self.graph.writes
+        tree = self.out_tree
+        self._single = tree.is_leaf() and self.outputs[0].kind == "value"
+        self._single &= not (self.graph.writes or self.captured or self.bases)
+        flat = tree.type in (tuple, list) and tree.num_nodes == tree.num_leaves + 1
+        self._flat = tree.type if flat else None
         names = [value.name for value in self.graph.inputs]
         self._written = [names.index(target) for target, _ in self.graph.writes]
 
@@ -75,6 +79,11 @@ class Program:
         return [] if self.runner is None else self.runner.outside
 
     @property
+    def meets_on_host(self) -> bool:
+        """Whether ranks meet on the host in some step."""
+        return self.executable is None or any(step.on_host for step in self.executable.steps)
+
+    @property
     def meets(self) -> bool:
         """Whether no meeting of its own comes before what must be the same on all ranks."""
         return self.executable is None or bool(self.executable.fused)
@@ -87,18 +96,19 @@ class Program:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """Run on this call's tensor leaves and put the result together."""
-        assert self.runner is not None
-        inputs = with_bases(tensors, self.bases, self.options.name)
-        values = self.runner((*inputs, *self.captured) if self.captured else inputs)
+        runner = self.runner
+        assert runner is not None
         if self._single:
-            return values[0]
+            return runner(tensors)[0]
+        inputs = with_bases(tensors, self.bases, self.options.name)
+        values = runner((*inputs, *self.captured))
         for target, value in zip(self._written, values[len(self.outputs) :], strict=True):
             inputs[target].copy_(value)
         leaves = [
             value if out.kind == "value" else tensors[out.item] if out.kind == "input" else out.item
             for out, value in zip(self.outputs, values, strict=False)
         ]
-        return pytree.tree_unflatten(leaves, self.out_tree)
+        return self._flat(leaves) if self._flat else pytree.tree_unflatten(leaves, self.out_tree)
 
 
 def prepare(program: Program) -> None:

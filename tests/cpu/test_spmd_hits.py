@@ -246,3 +246,78 @@ def test_hits_go_with_the_programs_that_are_dropped(monkeypatch):
         (1,),
         (2,),
     }
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.flag, self.extra = 1.0, False, None
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
+        self.layers[2].weight = self.layers[0].weight  # tied
+        self.register_buffer("shift", torch.zeros(2))
+        self.notes, self.act = [], torch.relu
+        self.layers[1].act = lambda x: x
+
+    @iris.spmd
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale + self.shift
+
+
+MODULE_CHANGES = {
+    "plain attribute": lambda net: setattr(net, "scale", 2.0),
+    "its type": lambda net: setattr(net, "scale", True),
+    "sign of zero": lambda net: (setattr(net, "scale", 0.0), setattr(net, "scale", -0.0)),
+    "of a child": lambda net: setattr(net.layers[1], "in_features", 7),
+    "new attribute": lambda net: setattr(net.layers[1], "more", 1),
+    "attribute gone": lambda net: delattr(net, "flag"),
+    "attribute becomes plain": lambda net: setattr(net, "notes", 3),
+    "child": lambda net: setattr(net, "extra", torch.nn.Linear(2, 2)),
+    "other child": lambda net: net.layers.__setitem__(1, torch.nn.Linear(2, 2)),
+    "children swapped": lambda net: setattr(
+        net.layers,
+        "_modules",
+        dict(zip("012", reversed(net.layers._modules.values()), strict=True)),
+    ),
+    "function": lambda net: setattr(net, "act", torch.tanh),
+    "other function": lambda net: setattr(net.layers[1], "act", twice),
+    "hook of a child": lambda net: net.layers[1].register_forward_hook(lambda *_: None),
+    "hook before a child": lambda net: net.layers[1].register_forward_pre_hook(lambda *_: None),
+    "mode": lambda net: net.eval(),
+    "mode of a child": lambda net: net.layers[1].eval(),
+    "parameter": lambda net: setattr(net.layers[1], "bias", torch.nn.Parameter(torch.ones(2))),
+    "no parameter": lambda net: setattr(net.layers[1], "bias", None),
+    "buffer": lambda net: setattr(net, "shift", torch.ones(2)),
+    "requires_grad": lambda net: net.layers[1].requires_grad_(False),
+    "dtype": lambda net: net.double(),
+    "data of another shape": lambda net: setattr(net.layers[1].weight, "data", torch.ones(1, 2)),
+    "class of a child": lambda net: setattr(net.layers[1], "__class__", torch.nn.Identity),
+}
+
+
+@pytest.mark.parametrize("name", MODULE_CHANGES)
+def test_a_changed_module_is_no_hit(name):
+    net, same = Net(), Net()
+    x = torch.ones(1, 2)
+
+    def hits(module):
+        binder, state = Net.__dict__["forward"]._bindings(module)
+        bound = binder.bind((x,), {})
+        key = Net.__dict__["forward"]._key(module, bound, state)
+        found = [hit.key for hit in state.hits if hit.fits(bound, module)]
+        assert all(hit == key for hit in found)
+        return found
+
+    with torch.no_grad():
+        for module in (net, same):
+            module(x)
+            module.notes.append(len(module.notes))  # in place, and read by nobody
+            assert hits(module)
+        MODULE_CHANGES[name](net)
+        assert not hits(net)
+        assert hits(same)
+    gone = weakref.ref(net)
+    del net, module
+    gc.collect()
+    assert gone() is None
