@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -137,11 +138,14 @@ def named(kernels: Sequence[Event], launched: Sequence[str]) -> list[Event]:
 
     A kernel of iris is one stage, or a collective. Where the two lists do not fit, names stay.
     """
+    from iris.lower.stages import MATCHERS
+
     events = list(kernels)
-    ours = [i for i, event in enumerate(events) if event.name.endswith("_kernel")]
+    ops = [event.name.removesuffix("_kernel") for event in events]
+    ours = [place for place, op in enumerate(ops) if op in MATCHERS or op == "exchange"]
     for place, step in zip(reversed(ours), reversed(launched), strict=False):
-        kernel, op = events[place].name.removesuffix("_kernel"), step.partition(" ")[0]
-        if kernel not in (op, "exchange"):
+        op = step.partition(" ")[0]
+        if ops[place] not in (op, "exchange"):
             break
         args = {"kernel": events[place].name}
         events[place] = replace(events[place], name=step, kind=op, args=args)
@@ -168,8 +172,9 @@ class Profiler:
         if self._ctx is not None and self._ctx.device.type == "cuda":
             from torch.profiler import ProfilerActivity, profile as torch_profile
 
-            self._torch = torch_profile(activities=[ProfilerActivity.CUDA])
-            self._torch.start()
+            with warnings.catch_warnings(action="ignore"):  # of features that are not used here
+                self._torch = torch_profile(activities=[ProfilerActivity.CUDA])
+                self._torch.start()
         if self._ctx is not None:  # starting torch's profiler can wait for a peer's kernel
             self._ctx.world.sync(_START, "iris.profile")
         self._recorder.start()
@@ -178,7 +183,8 @@ class Profiler:
         """End, whatever the other ranks do."""
         self._recorder.stop()
         if self._torch is not None:
-            self._torch.stop()
+            with warnings.catch_warnings(action="ignore"):
+                self._torch.stop()
         if self._tracing is not None and not self._was_on:
             self._tracing.disable()
 

@@ -156,15 +156,16 @@ def test_kernels_get_the_names_of_their_steps():
     found = [
         kernel("all_gather_matmul_kernel"),  # only loaded
         kernel("nvjet_gemm"),
+        kernel("users_kernel"),
         kernel("all_gather_matmul_kernel"),
         kernel("exchange_kernel"),
     ]
     steps = ["all_gather_matmul %2", "reduce_scatter %5"]
     names = [event.name for event in named(found, steps)]
-    assert names == ["all_gather_matmul_kernel", "nvjet_gemm", *steps]
+    assert names == ["all_gather_matmul_kernel", "nvjet_gemm", "users_kernel", *steps]
     other = ["matmul_all_reduce %2", "reduce_scatter %5"]  # they do not fit: no guesses
     names = [event.name for event in named(found, other)]
-    assert names == [*(event.name for event in found[:3]), "reduce_scatter %5"]
+    assert names == [*(event.name for event in found[:4]), "reduce_scatter %5"]
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9), st.integers(0, 3)), max_size=30))
