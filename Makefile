@@ -1,6 +1,7 @@
 # make demo   run a block of a real model on four ranks
 # make test   run the tests that need no GPU
-# make check  format, lint, types, import layers
+# make check  format, lint, types, import layers, the site of documents
+# make docs   build that site into site/
 #
 # Each sets up .venv when it is missing, or older than what it is made from.
 
@@ -9,11 +10,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PIP := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt
-WITH ?= test,check,demo,hf
+WITH ?= test,check,demo,hf,docs
 DEMO ?= --ranks 4
 TESTS ?= tests
 
-.PHONY: demo test check format clean
+.PHONY: demo test check docs format clean
 
 demo: $(READY)
 	$(BIN)/python -m iris.demo $(DEMO)
@@ -26,6 +27,10 @@ check: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/cpu/test_import_layers.py
+	$(MAKE) docs
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(READY)
 	$(BIN)/ruff format
@@ -39,4 +44,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis

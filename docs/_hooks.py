@@ -57,8 +57,8 @@ def entry(path: str, title: str, up: str) -> Iterator[str]:
 
 
 def methods(kind: Any) -> Iterator[tuple[str, Any]]:
-    """Public methods and properties of a class, its bases' first."""
-    for base in reversed(kind.__mro__) if inspect.isclass(kind) else ():
+    """Public methods and properties of a class, its own first."""
+    for base in kind.__mro__ if inspect.isclass(kind) else ():
         for name, member in vars(base).items():
             public = base.__module__.startswith("iris.") and not name.startswith("_")
             known = inspect.getdoc(plain(member)) if callable(plain(member)) else None
@@ -143,11 +143,11 @@ def fenced(kind: str, code: str) -> str:
 
 def knobs() -> Iterator[str]:
     """All knobs, as a table."""
-    yield "| variable | value | if not set | meaning |"
+    yield "| variable | meaning | value | if not set |"
     yield "| --- | --- | --- | --- |"
     for knob in iris.knobs():
         default: Any = knob.default()
         if isinstance(default, Path):
             default = str(default).replace(str(Path.home()), "~")
         shown = f"`{default}`" if default and default is not True else ""
-        yield f"| `{knob.name}` | {knob.allowed} | {shown} | {knob.doc} |"
+        yield f"| `{knob.name}` | {knob.doc} | {knob.allowed} | {shown} |"
