@@ -33,6 +33,10 @@ def test_every_public_name_is_in_the_reference() -> None:
     found = set(re.findall(r"^::: iris\.([\w.]+)", pages, re.MULTILINE))
     assert found >= {f"nn.{name}" for name in vars(iris.nn) if name[0].isupper()}
     names = {name for name in (*vars(iris), *iris._LAZY) if not name.startswith("_")}
-    own = {name for name in names if str(getattr(getattr(iris, name), "__module__", "")).startswith("iris.")}
+    own = {
+        name
+        for name in names
+        if str(getattr(getattr(iris, name), "__module__", "")).startswith("iris.")
+    }
     listed_elsewhere = {"Ccl", "Ops", *vars(errors)}
     assert not own - found - listed_elsewhere
