@@ -4,13 +4,14 @@ Each is a program of one line, so it is fused, checked and replayed as any other
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from iris.errors import SpecError
 from iris.graph.types import chunk_sizes
+from iris.lower.choices import StageConfig
 from iris.spmd import collectives
 from iris.spmd.collectives import GroupLike
 from iris.spmd.decorator import SpmdFunction, spmd
@@ -24,17 +25,64 @@ AXIS = "ranks"
 class Done:
     """What ``async_op`` returns: the work is on the stream that it was called on."""
 
-    def __init__(self, event: "torch.cuda.Event | None") -> None:
-        self._event = event
+    def __init__(self, result: Tensor, event: "torch.cuda.Event | None") -> None:
+        self.result, self._event = result, event
 
-    def wait(self, stream: "torch.cuda.Stream | None" = None) -> None:
-        """Make ``stream`` (default: the current one) wait for the result; the host does not."""
+    def wait(self, stream: "torch.cuda.Stream | None" = None) -> Tensor:
+        """Make ``stream`` (default: the current one) wait for the result, which is returned.
+
+        The host does not wait.
+        """
         if self._event is not None:
             (stream or torch.cuda.current_stream()).wait_event(self._event)
+        return self.result
+
+
+class Workspace:
+    """Symmetric memory that calls of ``ctx.ops`` share, for one problem at a time.
+
+    A call with another operation, group, shape, dtype or config gets memory of its own size in the
+    place of what was there: nothing is overrun, and nothing is kept for problems that are past.
+    Ranks pass their workspaces in the same calls.
+
+    Example::
+
+        workspace = ctx.ops.workspace()
+        ctx.ops.matmul_all_reduce(output, A, B, workspace=workspace)
+    """
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._program: SpmdFunction | None = None
+
+    def program(self, key: object, make: Callable[[], SpmdFunction]) -> SpmdFunction:
+        """The program for a problem; that of another one is dropped first."""
+        if self._program is None or key != self._key:
+            self._program = None
+            self._key, self._program = key, make()
+        return self._program
+
+
+class Call(TypedDict, total=False):
+    """Keywords of every call: see `Ops`."""
+
+    group: GroupLike | None
+    async_op: bool
+    config: StageConfig | str | None
+    workspace: Workspace | None
+
+
+class OpsCall(Call, total=False):
+    """Keywords of products."""
+
+    bias: Tensor | None
+
+
+Result = Tensor | Done | None
 
 
 class Namespace:
-    """Programs of one context, made when first asked for, one a group."""
+    """Programs of one context, made when first asked for, one a group and config."""
 
     def __init__(self, ctx: "Iris") -> None:
         self._ctx = ctx
@@ -43,126 +91,134 @@ class Namespace:
         self,
         name: str,
         body: Callable[..., Tensor],
-        output: Tensor,
+        output: Tensor | None,
         operands: tuple[Any, ...],
-        group: GroupLike | None,
-        async_op: bool,
-    ) -> Done | None:
-        members = self._ctx.group(group)
-        key = ("program", name)
-        if key not in members.kept:
-            members.kept[key] = spmd(mesh=members, name=name, outputs="reuse")(body)
-        program: SpmdFunction = members.kept[key]
-        output.copy_(program(*operands))
-        if not async_op:
-            return None
-        on_gpu = self._ctx.device.type == "cuda"
-        return Done(torch.cuda.current_stream().record_event() if on_gpu else None)
+        call: Call,
+    ) -> Result:
+        members = self._ctx.group(call.get("group"))
+        config, workspace = call.get("config"), call.get("workspace")
+        if isinstance(config, str):
+            config = StageConfig(config)
 
-    def _check(self, name: str, ctx: "Iris | None", *operands: Tensor) -> None:
-        if ctx is not None and ctx is not self._ctx:
-            raise SpecError(f"{name}: the context given is not the one whose namespace this is")
-        if any(x.dim() != 2 for x in operands):
-            shapes = " and ".join(str(list(x.shape)) for x in operands)
-            raise SpecError(f"{name}: takes two matrices, got {shapes}")
+        def make() -> SpmdFunction:
+            return spmd(mesh=members, name=name, outputs="reuse", config=config)(body)
+
+        key: Any = ("program", name, config)
+        if workspace is None:
+            if key not in members.kept:
+                members.kept[key] = make()
+            program: SpmdFunction = members.kept[key]
+        else:
+            given = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in operands]
+            program = workspace.program((key, members.ranks, given), make)
+        made = program(*operands)
+        result = made.clone() if output is None else output.copy_(made)
+        if not call.get("async_op"):
+            return result if output is None else None
+        on_gpu = self._ctx.device.type == "cuda"
+        return Done(result, torch.cuda.current_stream().record_event() if on_gpu else None)
 
 
 class Ops(Namespace):
-    """Fused matrix products and collectives. ``output`` gets the result; all ranks of the group
-    call together.
+    """Fused matrix products and collectives. ``output`` gets the result, or is None: then it is
+    returned. All ranks of the group call together.
 
     A fourth positional argument may be the context. Keywords: ``bias`` [N], added once, after any
-    sum; ``group``, global ranks or a ProcessGroup; ``async_op``, return a handle whose
-    ``wait(stream)`` orders a stream after the result.
-    Raises SpecError where shapes or dtypes do not fit.
+    sum; ``group``, global ranks or a ProcessGroup; ``async_op``, return a `Done`, whose
+    ``wait(stream)`` orders a stream after the result; ``config``, a `StageConfig` or the name of an
+    algorithm, in place of what the cost model chooses; ``workspace``, memory to be used again.
+    Raises SpecError where shapes or dtypes do not fit; ranks that differ are an error on all.
 
     Example::
 
         ctx.ops.matmul_all_reduce(output, A, B, ctx)      # A: [M, K/W]  B: [K/W, N]  output: [M, N]
+        total = ctx.ops.matmul_all_reduce(None, A, B, config="two-shot")
     """
+
+    def workspace(self) -> Workspace:
+        """Memory for calls that follow each other: see `Workspace`."""
+        return Workspace()
 
     def matmul_all_reduce(
         self,
-        output: Tensor,
+        output: Tensor | None,
         A: Tensor,
         B: Tensor,
         ctx: "Iris | None" = None,
-        *,
-        bias: Tensor | None = None,
-        group: GroupLike | None = None,
-        async_op: bool = False,
-    ) -> Done | None:
-        """``output = sum of all ranks' A @ B``, on all: [M, K/W] @ [K/W, N] -> [M, N]."""
-        name = "matmul_all_reduce"
-        self._check(name, ctx, A, B)
-        _fits(name, A, B, A.shape[1], output, (A.shape[0], B.shape[1]), bias)
-        return self._run(name, _matmul_all_reduce, output, (A, B, bias), group, async_op)
+        **call: Unpack[OpsCall],
+    ) -> Result:
+        """``output = sum over ranks of A @ B``: [M, K/W] @ [K/W, N] -> [M, N], alike everywhere."""
+        shape = (A.shape[0], B.shape[-1])
+        return self._product("matmul_all_reduce", output, A, B, ctx, A.shape[-1], shape, call)
 
     def all_gather_matmul(
         self,
-        output: Tensor,
+        output: Tensor | None,
         A: Tensor,
         B: Tensor,
         ctx: "Iris | None" = None,
         *,
-        bias: Tensor | None = None,
         gather_dim: int | None = None,
-        group: GroupLike | None = None,
-        async_op: bool = False,
-    ) -> Done | None:
+        **call: Unpack[OpsCall],
+    ) -> Result:
         """``output = gathered A @ B`` -> [M, N]: A is row-sharded [M/W, K], or column-sharded [M,
         K/W].
 
         Shapes tell which; ``gather_dim`` (0 rows, 1 columns) where both would fit.
         """
-        name = "all_gather_matmul"
-        self._check(name, ctx, A, B)
         if gather_dim is None:
-            gather_dim = 0 if A.shape[1] == B.shape[0] else 1
-        if gather_dim == 0:
-            shape = (output.shape[0], B.shape[1])
-            _fits(name, A, B, A.shape[1], output, shape, bias)
-        else:
-            _fits(name, A, B, B.shape[0], output, (A.shape[0], B.shape[1]), bias)
-        return self._run(
-            name, _all_gather_matmul, output, (A, B, bias, gather_dim), group, async_op
-        )
+            gather_dim = 0 if A.shape[-1] == B.shape[0] else 1
+        rows = None if gather_dim == 0 else A.shape[0]
+        inner = A.shape[-1] if gather_dim == 0 else B.shape[0]
+        shape = (rows, B.shape[-1])
+        name = "all_gather_matmul"
+        return self._product(name, output, A, B, ctx, inner, shape, call, gather_dim)
 
     def matmul_all_gather(
         self,
-        output: Tensor,
+        output: Tensor | None,
         A: Tensor,
         B: Tensor,
         ctx: "Iris | None" = None,
-        *,
-        bias: Tensor | None = None,
-        group: GroupLike | None = None,
-        async_op: bool = False,
-    ) -> Done | None:
+        **call: Unpack[OpsCall],
+    ) -> Result:
         """``output = rows of A @ B of all ranks``: [M/W, K] @ [K, N] -> [M, N]."""
-        name = "matmul_all_gather"
-        self._check(name, ctx, A, B)
-        _fits(name, A, B, A.shape[1], output, (output.shape[0], B.shape[1]), bias)
-        return self._run(name, _matmul_all_gather, output, (A, B, bias), group, async_op)
+        shape = (None, B.shape[-1])
+        return self._product("matmul_all_gather", output, A, B, ctx, A.shape[-1], shape, call)
 
     def matmul_reduce_scatter(
         self,
-        output: Tensor,
+        output: Tensor | None,
         A: Tensor,
         B: Tensor,
         ctx: "Iris | None" = None,
-        *,
-        bias: Tensor | None = None,
-        group: GroupLike | None = None,
-        async_op: bool = False,
-    ) -> Done | None:
+        **call: Unpack[OpsCall],
+    ) -> Result:
         """``output = this rank's rows of the sum of A @ B``: [M, K/W] @ [K/W, N] -> [M/W, N]."""
-        name = "matmul_reduce_scatter"
-        self._check(name, ctx, A, B)
-        members = self._ctx.group(group)
-        rows = chunk_sizes(A.shape[0], members.size)[members.index]
-        _fits(name, A, B, A.shape[1], output, (rows, B.shape[1]), bias)
-        return self._run(name, _matmul_reduce_scatter, output, (A, B, bias), group, async_op)
+        members = self._ctx.group(call.get("group"))
+        shape = (chunk_sizes(A.shape[0], members.size)[members.index], B.shape[-1])
+        return self._product("matmul_reduce_scatter", output, A, B, ctx, A.shape[-1], shape, call)
+
+    def _product(
+        self,
+        name: str,
+        output: Tensor | None,
+        A: Tensor,
+        B: Tensor,
+        ctx: "Iris | None",
+        inner: int,
+        shape: tuple[int | None, int],
+        call: OpsCall,
+        *more: int,
+    ) -> Result:
+        """Check that A @ B contracts ``inner`` to ``shape`` (None: any), and run."""
+        if ctx is not None and ctx is not self._ctx:
+            raise SpecError(f"{name}: the context given is not the one whose namespace this is")
+        if A.dim() != 2 or B.dim() != 2:
+            raise SpecError(f"{name}: takes two matrices, got {[*A.shape]} and {[*B.shape]}")
+        bias = call.get("bias")
+        _fits(name, A, B, inner, output, shape, bias)
+        return self._run(name, BODIES[name], output, (A, B, bias, *more), call)
 
 
 class Ccl(Namespace):
@@ -175,54 +231,50 @@ class Ccl(Namespace):
 
     def all_gather(
         self,
-        output: Tensor,
+        output: Tensor | None,
         x: Tensor,
         *,
         dim: int = 0,
-        group: GroupLike | None = None,
-        async_op: bool = False,
-    ) -> Done | None:
+        **call: Unpack[Call],
+    ) -> Result:
         """``output = x of all ranks``, joined along ``dim``."""
-        return self._run("all_gather", _all_gather, output, (x, dim), group, async_op)
+        return self._run("all_gather", _all_gather, output, (x, dim), call)
 
     def reduce_scatter(
         self,
-        output: Tensor,
+        output: Tensor | None,
         x: Tensor,
         *,
         dim: int = 0,
         op: str = "sum",
-        group: GroupLike | None = None,
-        async_op: bool = False,
-    ) -> Done | None:
+        **call: Unpack[Call],
+    ) -> Result:
         """``output = this rank's part`` of the sum (or avg, max, min) of x, split along ``dim``."""
-        return self._run("reduce_scatter", _reduce_scatter, output, (x, dim, op), group, async_op)
+        return self._run("reduce_scatter", _reduce_scatter, output, (x, dim, op), call)
 
     def all_reduce(
         self,
-        output: Tensor,
+        output: Tensor | None,
         x: Tensor,
         *,
         op: str = "sum",
-        group: GroupLike | None = None,
-        async_op: bool = False,
-    ) -> Done | None:
+        **call: Unpack[Call],
+    ) -> Result:
         """``output = sum (or avg, max, min) of x`` over ranks; may be ``x`` itself."""
-        return self._run("all_reduce", _all_reduce, output, (x, op), group, async_op)
+        return self._run("all_reduce", _all_reduce, output, (x, op), call)
 
     def all_to_all(
         self,
-        output: Tensor,
+        output: Tensor | None,
         x: Tensor,
         *,
         split_dim: int = 0,
         concat_dim: int = 0,
-        group: GroupLike | None = None,
-        async_op: bool = False,
-    ) -> Done | None:
+        **call: Unpack[Call],
+    ) -> Result:
         """``output = piece i of every rank``, on rank i; see :func:`iris.all_to_all`."""
         operands = (x, split_dim, concat_dim)
-        return self._run("all_to_all", _all_to_all, output, operands, group, async_op)
+        return self._run("all_to_all", _all_to_all, output, operands, call)
 
 
 def _plus(product: Tensor, bias: Tensor | None) -> Tensor:
@@ -230,6 +282,7 @@ def _plus(product: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _matmul(A: Tensor, B: Tensor) -> Tensor:
+    """``A @ B``; of int8 in int32."""
     return torch._int_mm(A, B) if A.dtype == torch.int8 else A @ B
 
 
@@ -265,24 +318,34 @@ def _all_to_all(x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
     return collectives.all_to_all(x, AXIS, split_dim, concat_dim)
 
 
+BODIES: dict[str, Callable[..., Tensor]] = {
+    "matmul_all_reduce": _matmul_all_reduce,
+    "all_gather_matmul": _all_gather_matmul,
+    "matmul_all_gather": _matmul_all_gather,
+    "matmul_reduce_scatter": _matmul_reduce_scatter,
+}
+
+
 def _fits(
     name: str,
     A: Tensor,
     B: Tensor,
     inner: int,
-    output: Tensor,
-    shape: tuple[int, int],
+    output: Tensor | None,
+    shape: tuple[int | None, int],
     bias: Tensor | None,
 ) -> None:
     """SpecError that says what A, B, bias and output should be."""
     faults = []
     if B.shape[0] != inner:
-        faults.append(f"A {list(A.shape)} and B {list(B.shape)} do not multiply")
+        faults.append(f"A {[*A.shape]} and B {[*B.shape]} do not multiply")
     if A.dtype != B.dtype:
         faults.append(f"A is {A.dtype}, B is {B.dtype}")
-    if tuple(output.shape) != shape:
-        faults.append(f"output is {list(output.shape)}, the result is {list(shape)}")
+    if output is not None:
+        want = tuple(n if n is not None else output.shape[0] for n in shape)
+        if tuple(output.shape) != want:
+            faults.append(f"output is {[*output.shape]}, the result is {[*want]}")
     if bias is not None and tuple(bias.shape) != (shape[1],):
-        faults.append(f"bias is {list(bias.shape)}, the result has {shape[1]} columns")
+        faults.append(f"bias is {[*bias.shape]}, the result has {shape[1]} columns")
     if faults:
         raise SpecError(f"{name}: " + "\n  ".join(faults), help="see help(ctx.ops)")

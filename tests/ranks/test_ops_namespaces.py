@@ -2,10 +2,13 @@
 errors.
 """
 
+import os
+
 import pytest
 import torch
 
 import iris
+from iris.lower.kernels.config import GemmConfig
 from iris.testing import delay, small_integers
 
 pytestmark = pytest.mark.ranks
@@ -97,6 +100,11 @@ def test_bad_operands():
         )
         with pytest.raises(iris.SpecError, match="takes two matrices"):
             ctx.ops.matmul_all_gather(torch.ones(2), torch.ones(2), torch.ones(2))
+        with pytest.raises(iris.ConfigError) as caught:
+            ctx.ops.matmul_all_reduce(None, torch.ones(2, 3), torch.ones(3, 5), config="ring")
+        assert str(caught.value) == (
+            "algorithm 'ring' is not one of fused, one-shot, two-shot, unfused"
+        )
 
 
 def test_the_example_of_the_reference_page():
@@ -106,3 +114,102 @@ def test_the_example_of_the_reference_page():
     output = ctx.zeros((1024, 2048), dtype=torch.float16)
     ctx.ops.matmul_all_reduce(output, A, B, ctx)
     assert torch.allclose(output.float(), A.float() @ B.float(), rtol=2e-2, atol=0.2)
+
+
+def _algorithms(rows, dtype):
+    """Every way of every op, on the same operands, gives the same bits."""
+    ctx = iris.iris(1 << 24)
+    world, rank = ctx.num_ranks, ctx.cur_rank
+    A = [small_integers((rows, 6), r, 1, dtype) for r in range(world)]
+    B = [small_integers((6, 64), r, 2, dtype) for r in range(world)]
+    wide = torch.int32 if dtype == torch.int8 else dtype
+    parts = [(a.double() @ b.double()).to(wide) for a, b in zip(A, B, strict=True)]
+    total = sum(part.double() for part in parts).to(wide)
+    for config in ("one-shot", "two-shot", "unfused", iris.StageConfig("fused")):
+        got = ctx.ops.matmul_all_reduce(None, A[rank], B[rank], config=config)
+        assert got.dtype == wide
+        assert torch.equal(got, total), config
+        mine = ctx.ops.matmul_reduce_scatter(None, A[rank], B[rank], config=config)
+        assert torch.equal(mine, _rows(total, rank, world)), config
+        done = ctx.ops.matmul_all_gather(None, A[rank], B[0], config=config, async_op=True)
+        want = torch.cat([(a.double() @ B[0].double()).to(wide) for a in A])
+        assert torch.equal(done.wait(), want), config
+        got = ctx.ops.all_gather_matmul(None, A[rank], torch.cat(B), config=config, gather_dim=1)
+        assert torch.equal(got, (torch.cat(A, 1).double() @ torch.cat(B).double()).to(wide))
+    return True
+
+
+@pytest.mark.parametrize(("world", "rows"), [(4, 1), (4, 3), (2, 20)])
+def test_every_way_with_fewer_rows_than_ranks(ranks, world, rows):
+    # vllm-project/vllm#34412, ROCm/iris#21 (N is not whole tiles)
+    assert all(ranks(world).run(_in_triton, _algorithms, rows, torch.bfloat16))
+
+
+def test_int8_products_are_int32(ranks):
+    # triton-lang/triton#2296
+    assert all(ranks(2).run(_in_triton, _algorithms, 17, torch.int8))
+    assert ranks(2).run(_in_triton, _no_wrap) == [[[40000]]] * 2
+
+
+def _no_wrap():
+    ctx = iris.iris(1 << 20)
+    A = torch.tensor([[100, -100]], dtype=torch.int8)
+    return ctx.ops.matmul_all_reduce(None, A, A.t().contiguous()).tolist()
+
+
+def _in_triton(fn, *args):
+    """Run ``fn`` with stages as kernels."""
+    os.environ["IRIS_LOWERING"] = "triton"
+    try:
+        return fn(*args)
+    finally:
+        del os.environ["IRIS_LOWERING"]
+
+
+def _workspaces():
+    ctx = iris.iris(2 << 20)
+    rank, workspace = ctx.cur_rank, ctx.ops.workspace()
+    small = iris.StageConfig(gemm=GemmConfig(16, 16, 16, 1, 1, programs=2, pieces=1, copy=256))
+    before = ctx.zeros(64, dtype=torch.int32).fill_(7)
+    problems = [
+        (8, 32, torch.float32, None),
+        (8, 32, torch.float32, None),  # the same: used again
+        (96, 32, torch.float32, None),  # more rows
+        (96, 32, torch.float32, small),  # smaller tiles
+        (96, 32, torch.bfloat16, small),  # another type
+        (8, 32, torch.float32, None),
+    ]
+    after = []
+    for turn in range(24):  # each is a quarter of the heap and more: the last one's memory is freed
+        rows, columns, dtype, config = problems[turn % len(problems)]
+        A = [small_integers((rows, 4), r, turn, dtype) for r in range(2)]
+        B = [small_integers((4, columns), r, turn + 9, dtype) for r in range(2)]
+        delay(turn % 2, 0.01)
+        output = torch.full((rows + 2, columns), 7, dtype=dtype)
+        call = {"config": config, "workspace": workspace}
+        ctx.ops.matmul_all_reduce(output[1:-1], A[rank], B[rank], **call)
+        assert torch.equal(output[1:-1], A[0] @ B[0] + A[1] @ B[1]), turn
+        assert bool((output[[0, -1]] == 7).all())
+        if turn < 2:
+            after.append(ctx.zeros(64, dtype=torch.int32).fill_(7))
+    assert all(bool((guard == 7).all()) for guard in (before, *after))
+    return True
+
+
+def test_a_workspace_is_used_again_and_never_overrun(ranks):
+    # ROCm/iris#463, ROCm/iris#465
+    assert all(ranks(2).run(_in_triton, _workspaces))
+
+
+def _ranks_disagree():
+    ctx = iris.iris(1 << 22)
+    tile = 16 << ctx.cur_rank
+    config = iris.StageConfig(gemm=GemmConfig(tile, 16, 16, 1, 1, programs=2, pieces=1, copy=256))
+    with pytest.raises(iris.TraceError) as caught:
+        ctx.ops.matmul_all_reduce(None, torch.ones(4, 4), torch.ones(4, 4), config=config)
+    return "block_m=16" in str(caught.value) and "block_m=32" in str(caught.value)
+
+
+def test_ranks_with_other_tiles_are_told(ranks):
+    # vllm-project/vllm#43616
+    assert all(ranks(2).run(_in_triton, _ranks_disagree))

@@ -45,7 +45,7 @@ class Case:
     K: int
     dtype: torch.dtype = torch.float32
     dim: int = 0  # that is gathered or scattered
-    layout: str = "rows"  # of the left operand
+    layout: str = "rows"  # of the left operand, if it is a matrix: torch folds others by strides
     linear: bool = False  # the weight is given as [N, K]
     weights: int = 1
     epilogue: str = "none"
@@ -182,7 +182,8 @@ def operands(case, seed, exact, rank, world):
         "weight": values(plain, seed + 90, exact, case.N),
     }
     scales = (torch.tensor(0.5), torch.tensor(4.0))
-    return laid(shard(x, of_x, rank, world), case.layout), ws, scales, extra
+    layout = "rows" if case.batched else case.layout
+    return laid(shard(x, of_x, rank, world), layout), ws, scales, extra
 
 
 def compare(case, got, want, exact):
