@@ -164,9 +164,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
-    left, right = x.chunk(2, -1)
-    turned = torch.cat((-right, left), -1)
-    return x * cos[:, None, None] + turned * sin[:, None, None]
+    left, right = sin.chunk(2, -1)
+    signed = torch.cat((-left, right), -1)[:, None, None]  # once for all layers of a program
+    return torch.addcmul(x * cos[:, None, None], x.roll(x.shape[-1] // 2, -1), signed)
 
 
 def attend(

@@ -22,7 +22,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from iris.errors import UnsupportedError
+from iris.errors import ConfigError, UnsupportedError
 from iris.graph.types import Mesh
 from iris.runtime.context import current
 from iris.spmd.buckets import padding_of
@@ -32,6 +32,7 @@ from iris.spmd.mesh import ProgramMesh
 from iris.spmd.options import Options
 from iris.spmd.recording import is_users
 
+OPTIONS = ("mesh", "lowering", "fuse", "replay")
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
@@ -40,15 +41,20 @@ def compile_fx(module: torch.fx.GraphModule, inputs: Sequence[Any], **options: A
     graph.
 
     Collectives are those of ``torch.distributed._functional_collectives``, as DTensor and
-    ``parallelize_module`` make them. Every rank compiles and calls the same model. ``options`` are
-    those of `iris.spmd` (``torch.compile(..., options={"lowering": "triton"})``).
+    ``parallelize_module`` make them. Every rank compiles and calls the same model. Of the options
+    of `iris.spmd` it takes mesh, lowering, fuse and replay:
+    ``torch.compile(..., options={"lowering": "triton"})``.
 
-    Raises UnsupportedError, at the first call, for collectives over groups of which no DeviceMesh
-    is known.
+    Raises, at the first call, ConfigError for another option, and UnsupportedError for collectives
+    over groups of which no DeviceMesh is known.
 
     >>> model = torch.compile(parallelize_module(model, mesh), backend="iris")  # doctest: +SKIP
     """
-    return _compile(module, inputs, Options("compiled", **(options.get("options") or {})))
+    given = options.get("options") or {}
+    unknown = sorted(set(given) - set(OPTIONS))
+    if unknown:
+        raise ConfigError(f"option {unknown[0]!r} is not one of {', '.join(OPTIONS)}")
+    return _compile(module, inputs, Options("compiled", **given))
 
 
 def compile_module(module: torch.nn.Module, options: Options) -> Any:

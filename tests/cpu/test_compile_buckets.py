@@ -69,3 +69,12 @@ def test_rows_that_meet(name):
 
 def test_sizes_are_rounded_up():
     assert [rounded(n) for n in (0, 1, 16, 17, 1000)] == [16, 16, 16, 32, 1024]
+
+
+def test_options_are_those_of_a_program():
+    plain = torch.compile(torch.relu, backend="iris", options={"lowering": "torch", "fuse": False})
+    assert plain(torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
+    torch._dynamo.reset()
+    wrong = torch.compile(torch.relu, backend="iris", options={"outputs": "reuse"})
+    with pytest.raises(Exception, match="'outputs' is not one of mesh, lowering, fuse, replay"):
+        wrong(torch.ones(1))
