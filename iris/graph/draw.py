@@ -109,11 +109,13 @@ def picture(graph: Graph) -> tuple[list[Shape], float, float]:
     cards = {f"%{value.name}": Card([(_typed(value), "value")]) for value in graph.inputs}
     makers = {value.name: f"%{value.name}" for value in graph.inputs}
     edges: list[Edge] = []
-    for number, node in enumerate(graph.nodes):
-        card = f"node {number}"
-        cards[card] = Card(_lines(node), [_typed(value) for value in node.outputs])
-        edges += [(makers[name], card, name) for name in dict.fromkeys(node.uses)]
+    chains = _chains(graph)
+    for node, card in zip(graph.nodes, chains, strict=True):
+        lines = [*(cards[card].lines if card in cards else ()), *_lines(node)]
+        cards[card] = Card(lines, [_typed(value) for value in node.outputs])
+        edges += [(makers[name], card, name) for name in node.uses if makers[name] != card]
         makers.update((value.name, card) for value in node.outputs)
+    edges = [*dict.fromkeys(edges)]
     ends = [(f"return {format_arg(arg)}", tuple(refs((arg,)))) for arg in graph.outputs]
     ends += [(f"write %{target}", (name,)) for target, name in graph.writes]
     for number, (text, names) in enumerate(ends):
@@ -123,6 +125,30 @@ def picture(graph: Graph) -> tuple[list[Shape], float, float]:
     layout = layered(sizes, edges)
     shapes = [*_edges(layout, sizes), *_boxes(layout, cards), *_legend(graph, layout)]
     return shapes, layout.width + 2 * MARGIN, layout.height + 2 * MARGIN + 2 * LINE
+
+
+def _chains(graph: Graph) -> list[str]:
+    """The box of every node. One that alone reads what a box ends with goes into that box, unless
+    it waits for yet another.
+    """
+    readers, live = graph.users(), set(graph.live_out)
+    boxes: list[str] = []
+    maker: dict[str, str] = {value.name: "" for value in graph.inputs}
+    sources: dict[str, set[str]] = {}  # of each box that may grow
+    end: dict[str, str] = {}  # by the value it ends with
+    for number, node in enumerate(graph.nodes):
+        ends = [name for name in node.uses if name in end and not node.body]
+        box = end[ends[0]] if ends else ""
+        if not box or {maker[name] for name in node.uses} - sources[box] - {box, ""}:
+            box = f"node {number}"
+        boxes.append(box)
+        maker.update((value.name, box) for value in node.outputs)
+        if not node.body:
+            sources.setdefault(box, set()).update(maker[name] for name in node.uses)
+            names = [value.name for value in node.outputs]
+            if len(names) == 1 and len(readers.get(names[0], ())) == 1 and names[0] not in live:
+                end[names[0]] = box
+    return boxes
 
 
 def _lines(node: Node) -> list[tuple[str, str]]:
@@ -158,10 +184,11 @@ def _boxes(layout: Layout, cards: dict[str, Card]) -> Iterable[Shape]:
             at - n / 2 + MARGIN for at, n in zip(layout.centres[name], card.size, strict=True)
         )
         left += (card.size[0] - card.width) / 2
-        yield Rect(left, top, card.width, card.height, card.lines[0][1])
+        many = len(card.lines) > 1
+        yield Rect(left, top, card.width, card.height, "stage" if many else card.lines[0][1])
         for i, (text, kind) in enumerate(card.lines):
             row = top + PAD / 2 + i * LINE
-            if i:
+            if many and kind != "stage":
                 yield Rect(left + 4, row + 1, card.width - 8, LINE - 2, kind)
             yield Text(left + PAD, row + LINE - 5, text, bold=kind == "stage")
         for i, text in enumerate(card.types, 1):

@@ -81,10 +81,6 @@ class TensorType:
         """Known to be the same on all ranks of ``axis``."""
         return not (axis in self.split_axes or axis in self.partial or axis in self.varying)
 
-    def dim_of(self, axis: str) -> int | None:
-        """The dim that ``axis`` splits, or None."""
-        return next((d for d, axes in enumerate(self.spec) if axis in axes), None)
-
     def local_shape(self, mesh: Mesh, coord: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of the shard at ``coord`` (axis -> index)."""
         if not any(self.spec):

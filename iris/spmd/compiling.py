@@ -13,9 +13,9 @@ from iris.errors import CollectiveMismatchError, SpecError, TypeRuleError
 from iris.graph.nodes import Graph, Ref, Value
 from iris.graph.ops import Output as Returned, check_outputs
 from iris.graph.types import TensorType
-from iris.lower.choices import choose
 from iris.lower.cost import ANY, Profile, profile_of
 from iris.lower.dtypes import dtype_name
+from iris.lower.passes import Choose, passes_of
 from iris.lower.tuned import Times, of_group
 from iris.runtime.context import current
 from iris.runtime.groups import Group
@@ -181,12 +181,11 @@ class Compiler:
         graph = importer.run(traced, inputs)
         self._check_results(traced, graph)
         dump = Dump(self.name)
-        fused = dump.passes(graph) if self.options.fuse else graph
         lowering = self._lowering(mesh)
-        measured, config = self.measured, self.options.config
         engine = not mesh.abstract and current().copies_beside_kernels
-        choices = choose(fused, lowering, _profile(mesh), measured, config, engine)
-        for name, source in generated(choices).items():
+        choose = Choose(lowering, _profile(mesh), self.measured, self.options.config, engine)
+        fused = dump.passes(graph, passes_of(choose)) if self.options.fuse else choose(graph)
+        for name, source in generated(choose.choices).items():
             dump.write(f"kernel_{name}", source)
         return Program(
             self.options,
@@ -198,7 +197,7 @@ class Compiler:
             traced.out_tree,
             tuple(replace(leaf, value=leaf.value.detach().to("meta")) for leaf in self.leaves),
             self.bases,
-            choices,
+            choose.choices,
             lowering,
             dump,
         )

@@ -5,29 +5,22 @@ from pathlib import Path
 
 from iris import config
 from iris.graph.nodes import Graph
-from iris.graph.passes import PASSES, run_passes
+from iris.graph.passes import Pass, run_passes
 from iris.runtime.context import current_or_none
 
 REPRO = '''"""Runs the graph of program {name} alone: all ranks in this process, in numpy, on
-random inputs."""
+small integers."""
 
 import numpy as np
 
-from iris.graph.ops.numerics import numpy_dtype
 from iris.graph.parse import parse
-from iris.graph.reference import run, shard
+from iris.graph.reference import random_inputs, run
 
 TEXT = """\\
 {text}"""
 
 graph = parse(TEXT)
-rng = np.random.default_rng(0)
-inputs = []
-for value in graph.inputs:
-    whole = np.asarray(4 * rng.standard_normal(value.type.shape))
-    whole = whole.astype(numpy_dtype(value.type.dtype))
-    inputs.append(shard(whole, value.type, graph.mesh))
-for number, ranks in enumerate(run(graph, inputs).outputs):
+for number, ranks in enumerate(run(graph, random_inputs(graph)).outputs):
     for rank, array in enumerate(ranks):
         total = np.sum(array, dtype=float)
         print(f"output {{number}}, rank {{rank}}: shape {{np.shape(array)}}, sum {{total:.6g}}")
@@ -54,7 +47,7 @@ class Dump:
             (self.folder / f"{self.count:02d}_{what}.txt").write_text(text)
             self.count += 1
 
-    def passes(self, graph: Graph) -> Graph:
+    def passes(self, graph: Graph, passes: tuple[Pass, ...]) -> Graph:
         """``graph`` after the passes, each written, and the script that runs it alone."""
         seen: Callable[[str, Graph], None] | None = None
         if self.folder is not None:
@@ -64,4 +57,4 @@ class Dump:
             def seen(step: str, after: Graph) -> None:
                 self.write(step, str(after))
 
-        return run_passes(graph, PASSES, seen)
+        return run_passes(graph, passes, seen)

@@ -83,3 +83,19 @@ def test_other_endings_are_refused() -> None:
 
 def test_an_empty_graph() -> None:
     assert draw(parse("graph f[]():\n  return\n")).startswith("<svg")
+
+
+def test_a_chain_is_one_box_unless_it_waits_for_another() -> None:
+    text = """\
+graph f[](%x: f32[4, 2], %y: f32[4, 2]):
+  %0: f32[4, 2] = exp(%x)
+  %1: f32[4, 2] = mul.Tensor(%0, %x)
+  %2: f32[4, 2] = exp(%y)
+  %3: f32[4, 2] = sin(%2)
+  %4: f32[4, 2] = add.Tensor(%1, %3)
+  %5: f32[4, 2] = neg(%4)
+  return %4, %5
+"""
+    edges = draw(parse(text)).count("<path") // 2  # a line and its arrow head
+    boxes = ["x", "y", "exp mul", "exp sin", "add", "neg", "return", "return"]
+    assert edges == len(boxes) - 1

@@ -567,11 +567,13 @@ def test_dump_holds_every_step_and_a_script_that_runs(tmp_path, monkeypatch):
         "01_canonicalise.txt",
         "02_dedupe.txt",
         "03_fuse.txt",
-        "04_kernel_all_gather_matmul_2.txt",
-        "05_plan.txt",
+        "04_choose.txt",
+        "05_kernel_all_gather_matmul_2.txt",
+        "06_plan.txt",
         "repro.py",
     ]
-    assert "tl.sigmoid" in (folder / "04_kernel_all_gather_matmul_2.txt").read_text()
+    assert "tl.sigmoid" in (folder / "05_kernel_all_gather_matmul_2.txt").read_text()
+    assert "all_gather_matmul(%x, %w, algorithm=fused)" in (folder / "04_choose.txt").read_text()
     ran = subprocess.run(
         [sys.executable, str(folder / "repro.py")],
         capture_output=True,

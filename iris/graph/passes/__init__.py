@@ -8,12 +8,21 @@ from iris.graph.passes.dedupe import dedupe
 from iris.graph.passes.fuse import Unfused, fuse, fusion_report
 from iris.graph.verify import verify
 
-__all__ = ["PASSES", "Unfused", "canonicalise", "dedupe", "fuse", "fusion_report", "run_passes"]
+__all__ = [
+    "PASSES",
+    "Pass",
+    "Unfused",
+    "canonicalise",
+    "dedupe",
+    "fuse",
+    "fusion_report",
+    "run_passes",
+]
 
 Pass = Callable[[Graph], Graph]
 
 PASSES: tuple[Pass, ...] = (canonicalise, dedupe, fuse)
-"""Every pass, in the order in which they run."""
+"""Every pass that needs no machine, in order; `iris.lower.passes` adds the last one."""
 
 
 def run_passes(
