@@ -22,6 +22,7 @@ _COLORS = {
     "push": "#ff7f0e",
     "sum": "#98df8a",
     "collect": "#c5b0d5",
+    "call": "#dddddd",
 }
 _MOST_LABELLED = 24
 _SHORT = 10**7  # nanoseconds that are drawn in microseconds
@@ -156,6 +157,8 @@ class Timeline:
         self, axes: Any, rows: Mapping[tuple[int, str], int], scale: float, hatch: str
     ) -> dict[str, Any]:
         """Draw bars, long ones first, so that what happens within another is on top of it."""
+        from matplotlib import colormaps
+
         begin = self._begin()
         bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
         for event in sorted(self.events, key=lambda event: event.start - event.end):
@@ -163,7 +166,8 @@ class Timeline:
             kind = event.kind or event.name
             bars.setdefault((rows[event.rank, event.track], kind), []).append(bar)
         kinds = list(dict.fromkeys(kind for _, kind in bars if kind not in _COLORS))
-        colors = {kind: f"C{number % 10}" for number, kind in enumerate(kinds)} | _COLORS
+        palette = colormaps["Set3"]
+        colors = {kind: palette(i % palette.N) for i, kind in enumerate(kinds)} | _COLORS
         shown = {}
         for (row, kind), spans in bars.items():
             style = {"facecolors": colors[kind], "lw": 0}
