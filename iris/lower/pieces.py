@@ -4,13 +4,10 @@ Those are steps in which ranks meet on the host, which read or make a tensor on 
 wait for the GPU in some torch op: torch's own sync debug mode tells in the first call.
 """
 
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from types import FrameType
 from typing import Any
 
 import torch
@@ -52,36 +49,30 @@ def host_steps(steps: Sequence[Step], on_cpu: Iterable[str]) -> dict[int, str]:
     return found
 
 
-@contextmanager
-def waits_noticed(executable: Executable) -> Iterator[dict[int, str]]:
-    """The steps that wait for the GPU while the plan runs in here, and why they are on the host."""
-    found: dict[int, str] = {}
-    filename = executable.run.__code__.co_filename
+def run_noticing(
+    executable: Executable, inputs: Sequence[Any], on_host: Iterable[int]
+) -> tuple[tuple[Any, ...], dict[int, str]]:
+    """Run the plan on a GPU: its result, and the steps not ``on_host`` that wait for the GPU."""
+    known, found = set(on_host), {}
     mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("always", message=f".*{SYNCHRONIZING}")
-        shown = warnings.showwarning
 
-        def note(message: Any, *rest: Any, **named: Any) -> None:
-            line = _line_in(filename, sys._getframe(1))
-            if SYNCHRONIZING not in str(message):
-                shown(message, *rest, **named)
-            elif line is not None:
-                found[line - 2] = "waits for the GPU on the host"
-
-        warnings.showwarning = note
-        torch.cuda.set_sync_debug_mode("warn")
+    def step(number: int, run: Callable[[], None]) -> None:
+        torch.cuda.set_sync_debug_mode(mode if number in known else "error")
         try:
-            yield found
+            run()
+        except RuntimeError as error:
+            if SYNCHRONIZING not in str(error):
+                raise
+            found[number] = "waits for the GPU on the host"
+            torch.cuda.set_sync_debug_mode(mode)
+            run()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        try:
+            return executable.run_steps(inputs, step), found
         finally:
             torch.cuda.set_sync_debug_mode(mode)
-
-
-def _line_in(filename: str, frame: FrameType | None) -> int | None:
-    """The line of ``filename`` that is being run."""
-    while frame is not None and frame.f_code.co_filename != filename:
-        frame = frame.f_back
-    return None if frame is None else frame.f_lineno
 
 
 def run_pieces(

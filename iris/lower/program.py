@@ -55,8 +55,9 @@ class Part:
 class Executable:
     """``run(*inputs)`` returns the graph's outputs, then the values of its in-place writes.
 
-    ``text`` is the source that runs, its line ``i + 2`` is that of ``steps[i]``; ``workspace`` are
-    the bytes it uses on the symmetric heap, ``fused`` its kernels.
+    ``text`` is the source that runs, ``workspace`` the bytes it uses on the symmetric heap,
+    ``fused`` its kernels. ``run_steps(inputs, each)`` does the same by calls of
+    ``each(number, step)``, which runs ``step()``.
     """
 
     run: Callable[..., tuple[Any, ...]]
@@ -65,6 +66,7 @@ class Executable:
     fused: tuple[Any, ...]
     steps: tuple[Step, ...]
     inputs: tuple[str, ...]
+    run_steps: Callable[[Sequence[Any], Callable[[int, Callable[[], None]], None]], tuple[Any, ...]]
     part: Callable[[int, int], Part]  # the steps from one number to before another
     result: Part  # what ``run`` returns, of the values that are left
 
@@ -93,12 +95,13 @@ class _Writer:
         steps = [step for node in self.graph.nodes for step in self._steps(node)]
         inputs = tuple(value.name for value in self.graph.inputs)
         values = [*self.graph.outputs, *(Ref(value) for _, value in self.graph.writes)]
-        result = "".join(f"{self._text(arg)}, " for arg in values)
-        text = self._function(self._name(), inputs, self._lines(steps), result)
+        values_text = "".join(f"{self._text(arg)}, " for arg in values)
+        text = self._function(self._name(), inputs, self._lines(steps), values_text)
         workspace = sum(2 * group.staging(1).nbytes for group in self.groups)
         workspace += sum(call.workspace for call in self.fused)
         needed = tuple(dict.fromkeys(arg.name for arg in values if isinstance(arg, Ref)))
-        last = self._compile(self._function("result", needed, (), result), "result")
+        last = self._compile(self._function("result", needed, (), values_text), "result")
+        result = Part(last, needed, ())
         return Executable(
             self._compile(text, self._name()),
             text,
@@ -106,9 +109,23 @@ class _Writer:
             tuple(self.fused),
             tuple(steps),
             inputs,
+            functools.partial(self._run_steps, steps, result),
             functools.partial(self._part, steps),
-            Part(last, needed, ()),
+            result,
         )
+
+    def _run_steps(
+        self,
+        steps: Sequence[Step],
+        result: Part,
+        inputs: Sequence[Any],
+        each: Callable[[int, Callable[[], None]], None],
+    ) -> tuple[Any, ...]:
+        names = (_variable(value.name) for value in self.graph.inputs)
+        values = dict(zip(names, inputs, strict=True))
+        for number, line in enumerate(self._lines(steps)):
+            each(number, functools.partial(exec, line, self.space, values))
+        return result.run(*(values[_variable(name)] for name in result.uses))
 
     def _part(self, steps: Sequence[Step], start: int, stop: int) -> Part:
         inner = steps[start:stop]

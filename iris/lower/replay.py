@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from iris.errors import UnsupportedError
-from iris.lower.pieces import Piece, cut, host_steps, run_pieces, waits_noticed
+from iris.lower.pieces import Piece, cut, host_steps, run_noticing, run_pieces
 from iris.lower.program import Executable, Part
 from iris.runtime.context import Iris
 from iris.runtime.groups import Group
@@ -123,9 +123,9 @@ class Runner:
             self._load(inputs)
         names = zip(executable.inputs, inputs, strict=True)
         on_cpu = [name for name, x in names if x.device.type == "cpu"]
-        with waits_noticed(executable) as waits:
-            values = executable.run(*inputs)
-        self.on_host = dict(sorted((waits | host_steps(executable.steps, on_cpu)).items()))
+        on_host = host_steps(executable.steps, on_cpu)
+        values, waits = run_noticing(executable, inputs, on_host)
+        self.on_host = dict(sorted((waits | on_host).items()))
         self.calls = 1
         return values
 

@@ -87,7 +87,7 @@ class Group:
         self._slots[self.index] = self._slot
         self._said = ["", ""]
         self._staging: Staging | None = None
-        self._launches = 0
+        self._launches, self._calls = 0, self._slot.calls
         self._peers: list[memoryview] = []  # the members' calls
         self._texts: dict[int, str] = {}
         self.kept: dict[Hashable, Any] = {}  # what callers build once for this group
@@ -139,12 +139,14 @@ class Group:
 
         Raises ``CollectiveMismatchError`` where a member came to this call with another one.
         """
-        self.board.check_usable()
-        self.board.recent = self
+        board = self.board
+        if board.page.state or os.getpid() != board.pid:
+            board.check_usable()
+        board.recent = self
         self._launches += 1
         number = (self.epoch + self._launches) & _NUMBER
         place, word = number % CALLS, number << 33 | _LAUNCH | signature
-        self._slot.calls[place] = word
+        self._calls[place] = word
         for calls in self._peers or self._find_peers():
             seen = calls[place]  # read once: the member may be writing it now
             if seen != word and seen >> 33 == number:
@@ -204,9 +206,9 @@ class Group:
         return f"call {number} of ranks {self.ranks}, {self._texts.get(signature, 'a meeting')}"
 
     def _find_peers(self) -> list[memoryview]:
-        found = [self.board.pages[rank].find(self.key) for rank in self.ranks]
-        peers = [slot.calls for slot in found if slot is not None]
-        if len(peers) == self.size:
+        pages = [self.board.pages[rank] for rank in self.ranks if rank != self.board.rank]
+        peers = [slot.calls for page in pages if (slot := page.find(self.key)) is not None]
+        if len(peers) == len(pages):
             self._peers = peers
         return peers
 

@@ -50,11 +50,15 @@ def test_pieces_of_any_cut_give_what_the_plan_gives(function):
         )
         inputs = [torch.rand(4, 4), torch.rand(1), torch.rand(4, 4), *compiled.program.captured]
         calls = [(piece.part, lambda v, run=piece.part.run: run(*v)) for piece in pieces]
-        values, _ = run_pieces(plan, calls, inputs)
+        seen = []
+        apart = plan.run_steps(
+            inputs, lambda number, step, seen=seen: seen.append((number, step()))
+        )
+        assert [number for number, _ in seen] == list(range(len(plan.steps)))
         expected = plan.run(*inputs)
-        assert len(values) == len(expected)
-        for value, right in zip(values, expected, strict=True):
-            assert value is right is None or torch.equal(value, right)
+        for values in (run_pieces(plan, calls, inputs)[0], apart):
+            for value, right in zip(values, expected, strict=True):
+                assert value is right is None or torch.equal(value, right)
 
 
 def test_a_piece_returns_only_what_is_read_later():

@@ -147,6 +147,35 @@ def test_a_hundred_thousand_replays_are_the_same_bits(stage, world):
     assert launch(_soak, world, stage, rounds, limit=20) == [0] * world
 
 
+def _kernels():
+    ctx = iris.iris(1 << 26)
+    rank, world, device = ctx.cur_rank, ctx.num_ranks, ctx.device
+    in_specs, out_spec, fn = STAGES["mlp"]
+    program = iris.spmd(in_specs=in_specs, out_specs=out_spec, name="mlp", outputs="reuse")(fn)
+    shapes = (16 * world, 64), (64, 32 * world), (32 * world, 64)
+    args = [
+        local(torch.ones(shape, device=device, dtype=torch.bfloat16), spec, rank, world)
+        for shape, spec in zip(shapes, in_specs, strict=True)
+    ]
+    for _ in range(3):
+        program(*args)
+    iris.synchronize()
+    meetings = ctx.world.epoch
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(5):
+            program(*args)
+        torch.cuda.synchronize()
+    assert ctx.world.epoch == meetings
+    return [event.name for event in profile.events() if "CUDA" in str(event.device_type)]
+
+
+def test_a_two_stage_mlp_is_two_kernels_without_meetings_or_zeroing():
+    for names in launch(_kernels, 2, limit=20):
+        ours = [name for name in names if name.endswith("_kernel")]
+        assert len(ours) == 10, names
+        assert not [name for name in names if "emset" in name or "fill" in name.lower()]
+
+
 GAIN = torch.tensor(2.0)  # on the CPU: a graph would keep its first value
 
 

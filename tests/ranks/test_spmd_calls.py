@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import iris
 from iris import P
@@ -159,3 +160,49 @@ def test_programs_that_do_not_fit_on_the_heap_make_room(ranks):
         assert len(loaded) == 5
         assert not all(loaded)
         assert any(loaded)
+
+
+class Ops(TorchDispatchMode):
+    """The torch ops that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _counted():
+    ctx = iris.iris(1 << 24)
+    rank, world = ctx.cur_rank, ctx.num_ranks
+
+    @iris.spmd(in_specs=(P("tp"), P(None, "tp"), P("tp")), out_specs=P("tp"), lowering="triton")
+    def mlp(x, up, down):
+        return iris.reduce_scatter(torch.relu(iris.all_gather(x, "tp") @ up) @ down, "tp")
+
+    def call(seed):
+        x, up, down = (small_integers((4, 4), seed=seed + i) for i in range(3))
+        y = mlp(
+            x.tensor_split(world)[rank].contiguous(),
+            up.tensor_split(world, 1)[rank].contiguous(),
+            down.tensor_split(world)[rank].contiguous(),
+        )
+        assert torch.equal(y, (torch.relu(x @ up) @ down).tensor_split(world)[rank])
+
+    call(0)
+    meetings, program = ctx.world.epoch, next(iter(mlp._state.programs.values()))
+    with Ops() as ops:
+        for seed in range(1, 4):
+            delay(seed % world)
+            call(seed)
+    assert ctx.world.epoch == meetings
+    assert program.runner.used == 4
+    return len(program.executable.steps), len(program.executable.fused), ops.names
+
+
+def test_a_two_stage_mlp_is_two_launches_without_meetings_or_zeroing(ranks):
+    for steps, kernels, ops in ranks(2).run(_counted):
+        assert steps == kernels == 2
+        assert not {name for name in ops if "zero" in name or "fill" in name}
