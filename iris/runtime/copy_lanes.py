@@ -122,8 +122,7 @@ def patiently(done: Callable[[], bool], check: Check, what: str) -> None:
     while not done():
         check()
         spins += 1
-        if spins > _SPINS:
-            time.sleep(_PAUSE_SECONDS)
+        time.sleep(_PAUSE_SECONDS if spins > _SPINS else 0)  # lets the engine's thread run too
         # The engine's thread ends a wait after IRIS_TIMEOUT, and says for what it was.
         if time.monotonic() - started > config.timeout() + 5:
             raise TimeoutError(f"{what} did not end in {time.monotonic() - started:.1f} s")

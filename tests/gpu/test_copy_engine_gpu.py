@@ -32,17 +32,22 @@ for name, value in vars(load("test_copy_engine")).items():
     if name.startswith("test_"):
         globals()[name] = value
 
-random_puts = load("test_device_copy_engine").random_puts
+on_device = load("test_device_copy_engine")
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ten_thousand_puts(ranks, world):
-    ranks(world).run(random_puts, 10_000 // world, 2000, 500)
+    ranks(world).run(on_device.random_puts, 10_000 // world, 2000, 500)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_full_queue_that_wraps(ranks, world):
-    ranks(world).run(random_puts, 1000, 300, 1000, queue=16)
+    ranks(world).run(on_device.random_puts, 1000, 300, 1000, queue=16)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_thread_that_dies_midway(ranks, world):
+    ranks(world).run(on_device.killed)
 
 
 @triton.jit

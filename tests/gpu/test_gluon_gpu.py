@@ -122,8 +122,9 @@ def every_move(dtype):
         ctx.barrier()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("world", "dtype"), [(2, torch.bfloat16), (2, torch.int8), (4, torch.float32)]
+)
 def test_moves(ranks, world, dtype):
     ranks(world).run(every_move, dtype)
 
@@ -197,8 +198,7 @@ def every_tile(dtype):
         ctx.barrier()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.float32), (4, torch.bfloat16)])
 def test_tiles_by_tma(ranks, world, dtype):
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs TMA")
