@@ -15,6 +15,7 @@ from iris.errors import UnsupportedError
 
 CALLER = -1  # the rank of a process that is none
 HOST = "host"
+_CALLER = "caller"
 _COLORS = {
     "wait": "#d62728",
     "tile": "#1f77b4",
@@ -106,7 +107,8 @@ class Timeline:
         text = path.read_bytes()
         found = json.loads(gzip.decompress(text) if path.suffix == ".gz" else text)
         rows = found["traceEvents"]
-        ranks = {r["pid"]: r["args"]["rank"] for r in rows if r["name"] == "process_labels"}
+        titles = {r["pid"]: r["args"]["name"] for r in rows if r["name"] == "process_name"}
+        ranks = {pid: _number(title) for pid, title in titles.items()}
         tracks = {
             (r["pid"], r["tid"]): r["args"]["name"] for r in rows if r["name"] == "thread_name"
         }
@@ -188,7 +190,7 @@ class Timeline:
         process = {rank: number + 1 for rank, number in process.items()}  # 0 means the kernel
         rows: list[dict[str, Any]] = []
         for rank, number in process.items():
-            names = {"process_name": {"name": _rank(rank)}, "process_labels": {"rank": rank}}
+            names: dict[str, Any] = {"process_name": {"name": _rank(rank)}}
             names["process_sort_index"] = {"sort_index": number}
             rows += [{"ph": "M", "pid": number, "name": n, "args": a} for n, a in names.items()]
         thread = {track: number + 1 for number, track in enumerate(tracks)}
@@ -239,7 +241,11 @@ def lanes(spans: Iterable[tuple[int, int, int]]) -> list[int]:
 
 
 def _rank(rank: int) -> str:
-    return "caller" if rank == CALLER else f"rank {rank}"
+    return _CALLER if rank == CALLER else f"rank {rank}"
+
+
+def _number(title: str) -> int:
+    return CALLER if title == _CALLER else int(title.removeprefix("rank "))
 
 
 def _title(rank: int, track: str, few: bool) -> str:

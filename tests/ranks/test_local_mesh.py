@@ -19,6 +19,7 @@ from torch import nn
 
 import iris
 from iris import P
+from iris.runtime.timeline import Timeline
 from iris.spmd.local import LocalMesh
 from iris.spmd.modules import partition
 from iris.spmd.program import Program
@@ -116,6 +117,10 @@ def test_profile(mesh, tmp_path):
     titles = {row["args"]["name"] for row in rows if row["name"] == "process_name"}
     assert titles == {"caller", "rank 0", "rank 1", "rank 2", "rank 3"}
     assert {row["ph"] for row in rows} == {"M", "X"}
+    loaded = Timeline.load(tmp_path / "trace.json")
+    assert [loaded.names(rank) for rank in range(-1, 4)] == [
+        timeline.names(rank) for rank in range(-1, 4)
+    ]
     assert mesh.run(sys.gettrace) == [None] * 4
 
 
