@@ -54,6 +54,8 @@ def _restore(
     modules: dict[str, Any],
     gluon: bool,
 ) -> Any:
+    if fn.__code__.co_filename.startswith("In["):  # a notebook's cell, by its number
+        path = fn.__code__.co_filename
     fn.__globals__.update(modules)
     linecache.cache[path] = (sum(map(len, lines)), None, lines, path)
     fn.__code__ = fn.__code__.replace(co_filename=path)

@@ -75,7 +75,7 @@ class Checks:
         found: dict[tuple[str, ...], str] = {}
         helps: list[str] = []
         for faults, help in map(pickle.loads, told):
-            found |= faults
+            found = {**faults, **found}
             helps += [help] if help else []
         if found:
             more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []

@@ -38,13 +38,15 @@ class Guards:
             self._view(at, nbytes).fill_(_WORD)
 
     def faults(self, blocks: Iterable[Guarded]) -> list[str]:
-        """Say beside which blocks something was written, where, and on which side."""
+        """Say beside which blocks something was written, where, and on which side; once."""
         return [text for block in blocks for text in self._faults(block)]
 
     def _faults(self, block: Guarded) -> Iterator[str]:
         for side, at, nbytes in self._around(block):
-            changed = _different(self._view(at, nbytes))
+            guard = self._view(at, nbytes)
+            changed = _different(guard)
             if changed:
+                guard.fill_(_WORD)
                 near = changed[-1] if side.startswith("before") else changed[0]
                 yield (
                     f"the heap of rank {self._rank} was written {side} of a block: "
