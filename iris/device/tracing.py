@@ -60,7 +60,7 @@ def peer_bits(peer):
 @device_function
 def member_bits(members, valid):
     """The ``peers`` of an event with those of ``members`` (a 1-D block) that are ``valid``."""
-    return tl.sum(tl.where(valid, tl.cast(1, tl.int64) << members, 0), axis=0)
+    return tl.reduce_or(tl.where(valid, tl.cast(1, tl.int64) << members, 0), axis=0)
 
 
 @device_function

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 
 from iris.graph.ops.rules import axes_of, group_size
 from iris.graph.types import DTYPES, Mesh, TensorType
-from iris.lower.kernels.schedule import last_wave
+from iris.lower.kernels.schedule import last_wave, narrow_width
 from iris.lower.stages import Match
 
-TILE, FEW_TILE, FEW_ROWS = (128, 256), (64, 128), 64  # as `default_config` has them
+# As `default_config` has them.
+TILE, FEW_TILE, FEW_ROWS, NARROW_ROWS = (128, 256), (64, 128), 64, 16
 
 
 @dataclass(frozen=True)
@@ -119,17 +120,16 @@ def _library_product(rows: int, inner: int, columns: int, item: int, profile: Pr
 
 def _kernel_product(rows: int, inner: int, columns: int, item: int, profile: Profile) -> float:
     """Seconds of a product by our kernels, as they share out and cut its tiles."""
-    few = rows <= FEW_ROWS
-    (high, wide), deep = (FEW_TILE, 256 // item) if few else (TILE, 128 // item)
+    (high, wide), deep = (FEW_TILE, 256 // item) if rows <= FEW_ROWS else (TILE, 128 // item)
+    if rows <= NARROW_ROWS:
+        wide = narrow_width(rows, columns, profile.units)
     tiles, depth = -(-rows // high) * -(-columns // wide), max(1, -(-inner // deep))
     waves, left = divmod(tiles, profile.units)
     steps = waves * depth + last_wave(left, depth, profile.units)
-    unit_rate = profile.rates[max(1, min(4, item))] / profile.units
-    step = max(
-        2.0 * high * wide * deep / unit_rate, wide * deep * item * profile.units / profile.bandwidth
-    )
+    step = 2.0 * high * wide * deep / profile.rates[max(1, min(4, item))] * profile.units
+    if rows <= high:  # else units share what they read of the weight
+        step = max(step, wide * deep * item * profile.units / profile.bandwidth)
     moved = (rows * inner + inner * columns + rows * columns) * item
-    # All units at work share the bandwidth, and few of them leave some of it.
     return max(steps * step, moved / profile.bandwidth)
 
 

@@ -43,3 +43,39 @@ def test_without_a_copy_engine_it_is_no_candidate():
         found = choice(32768, 8192, 8192, engine=False, config=config)
         assert found.algorithm == "fused"
         assert {name for name, _ in found.candidates} == {"fused", "unfused"}
+
+
+def reduced(rows, config=None):
+    """The choice for [rows, 14336/4] @ [14336/4, 4096], summed over 4 ranks that share an H200."""
+
+    @iris.spmd(
+        mesh=AbstractMesh((4,), ("tp",)),
+        in_specs=(P(None, "tp"), P("tp", None)),
+        out_specs=P(),
+    )
+    def down(x, w):
+        return iris.all_reduce(x @ w, "tp")
+
+    x = torch.empty(rows, 3584, dtype=torch.bfloat16, device="meta")
+    w = torch.empty(3584, 4096, dtype=torch.bfloat16, device="meta")
+    profile = H200.shared(4, 26)
+    (found,) = choose(down.trace(x, w).lower().graph, "triton", profile, {}, config).values()
+    return found
+
+
+def test_sums_of_few_rows_go_in_one_step_and_of_many_in_two():
+    assert [reduced(rows).algorithm for rows in (1, 8, 4096)] == [
+        "one-shot",
+        "one-shot",
+        "two-shot",
+    ]
+    assert {name for name, _ in reduced(8).candidates} == {"one-shot", "two-shot", "unfused"}
+    # Tiles of 128 columns leave most programs idle at the end; the library's do not.
+    assert reduced(64).algorithm == "unfused"
+
+
+@pytest.mark.parametrize("way", ["one-shot", "two-shot", "unfused"])
+def test_every_way_can_be_asked_for(way):
+    found = reduced(64, StageConfig(way))
+    assert (found.algorithm, found.why) == (way, "forced by config")
+    assert (found.match is None) == (way == "unfused")

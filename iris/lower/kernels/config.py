@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from iris.lower.kernels.schedule import narrow_width
+
 TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
@@ -61,6 +63,22 @@ def _power(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def processors(device: torch.device) -> int:
+    """Multiprocessors that this process may use (its share, where ranks share a GPU under MPS)."""
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 2
+    )
+
+
+def narrow_config(M: int, N: int, dtype: torch.dtype, device: torch.device) -> GemmConfig:
+    """For few rows: `narrow_width`, and as deep as keeps the memory busy."""
+    width = narrow_width(M, N, processors(device))
+    depth = (256 if width < 64 else 128) * 2 // dtype.itemsize
+    return GemmConfig(64, width, depth, 4, 3 if dtype.itemsize != 2 else 4, pieces=1, copy=4096)
+
+
 def default_config(M: int, N: int, dtype: torch.dtype, device: torch.device) -> GemmConfig:
     """The configuration for a product with [M, N] results where nothing was measured."""
     if device.type == "cpu":
@@ -70,6 +88,8 @@ def default_config(M: int, N: int, dtype: torch.dtype, device: torch.device) -> 
     # 128 bytes of the contracted dim a step, twice that for the narrow tiles of few rows.
     step = 128 // dtype.itemsize
     stages = 3 if dtype in (torch.float32, torch.int8) else 4  # whose results are 4 bytes wide
+    if M <= 16:
+        return narrow_config(M, N, dtype, device)
     if M <= 64:
         return GemmConfig(64, 128, 2 * step, 4, stages, pieces=2, copy=4096)
     if min(M, N) <= 128 or dtype.itemsize > 2:
@@ -134,9 +154,9 @@ class Tiling:
             config.block_k if dtype in FP8 and not config.fast else None,
         )
 
-    def staged(self, part: torch.dtype, rows: int) -> "Tiling":
-        """The same, for results that travel as ``part`` in blocks [rows, block_n]."""
-        return replace(self, dtype=TRITON_DTYPES[part], rows=rows, columns=self.block_n)
+    def staged(self, part: torch.dtype, rows: int, columns: int) -> "Tiling":
+        """The same, for results that travel as ``part`` in blocks [rows, columns]."""
+        return replace(self, dtype=TRITON_DTYPES[part], rows=rows, columns=columns)
 
     def with_modes(self, **modes: Any) -> "Tiling":
         """The same with other fields."""

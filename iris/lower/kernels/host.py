@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from iris.lower.kernels.config import TRITON_DTYPES, GemmConfig, Tiling
+from iris.lower.kernels.config import TRITON_DTYPES, GemmConfig, Tiling, processors
 from iris.lower.kernels.protocol import STATE_WORDS
 from iris.lower.kernels.schedule import make_schedule, tile_order
 
@@ -46,15 +46,6 @@ def rows_of(rows: int, members: int, index: int) -> int:
 def interpreted() -> bool:
     """Whether kernels of this process run in Triton's interpreter."""
     return bool(triton.knobs.runtime.interpret)
-
-
-def processors(device: torch.device) -> int:
-    """Multiprocessors that this process may use (its share, where ranks share a GPU under MPS)."""
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 2
-    )
 
 
 class Turns:
@@ -231,7 +222,15 @@ def part_tiling(problem: Any, rows: int) -> tuple[Tiling, int]:
     wanted = max(1, 2 * programs // across)  # runs in a column of tiles
     each = max(1, min(T.block_m, rows // wanted))
     high = min(max(1, config.copy // 2 // T.block_n), 1 << (each.bit_length() - 1))
-    return T.staged(problem.part, high), max(1, each // high) * high
+    run, wide = max(1, each // high) * high, T.block_n
+    # Few rows are summed in wider blocks: one for each program.
+    while (
+        rows <= config.block_m
+        and -(-rows // run) * -(-problem.N // wide) > programs
+        and 4 * high * wide <= config.copy
+    ):
+        wide *= 2
+    return T.staged(problem.part, high, wide), run
 
 
 def product_modes(T: Tiling, x: Tensor, w: Tensor, config: GemmConfig) -> Tiling:

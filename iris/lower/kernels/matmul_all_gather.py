@@ -85,7 +85,8 @@ class MatmulAllGather(ProductStage):
     def layout(cls, problem: Problem) -> Layout:
         config, members = problem.config, problem.group.size
         T = Tiling.of(config, members, 1, problem.dtype, interpreted())
-        T = T.staged(problem.part, min(T.block_m, max(1, config.copy // 2 // T.block_n)))
+        high = min(T.block_m, max(1, config.copy // 2 // T.block_n))
+        T = T.staged(problem.part, high, T.block_n)
         T = T.with_modes(announced=True, meet=problem.someone_idle)
         flags = members * (1 + tiles_of(problem.shard, problem.N, T))
         m = rows_of(problem.M, members, problem.group.index)

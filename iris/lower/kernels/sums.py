@@ -64,15 +64,18 @@ def announce_to_all(row, column, first_flag, N, flags, epoch, T: tl.constexpr):
 
 @device_function
 def wait_tiles(row, last_row, column, size, line, T: tl.constexpr):
-    """Wait for all members' parts of the tiles that hold rows ``row .. last_row`` at ``column``."""
+    """Wait for all members' parts of rows ``row .. last_row``, ``T.columns`` from ``column`` on."""
     flags, epoch, _, watch = line
     LANES: tl.constexpr = T.lanes
     across = tl.cdiv(size[1], T.block_n)
-    members = tl.arange(0, LANES)
-    first = flags + T.world + members * tiles_in(size[0], size[1], T) + column // T.block_n
+    lanes = tl.arange(0, LANES * (T.columns // T.block_n))
+    members = lanes % LANES
+    tile = column // T.block_n + lanes // LANES
+    valid = (members < T.world) & (tile < across)
+    first = flags + T.world + members * tiles_in(size[0], size[1], T) + tile
     tile_row = row // T.block_m
     while tile_row <= last_row // T.block_m:
-        wait(first + tile_row * across, members, members < T.world, epoch, watch)
+        wait(first + tile_row * across, members, valid, epoch, watch)
         tile_row += 1
 
 
