@@ -272,13 +272,18 @@ class StreamLanes:
         self.needs_no_unit = False
 
     def prepare(self, flag: int) -> None:
-        """Load the kernels, and see what the driver can do with the word at ``flag``."""
+        """Load the kernels, and see what the driver can do with the four words at ``flag``.
+
+        The driver copies within a GPU by kernels of its own, which it loads when it first does.
+        """
         stage = self._watch.stage("copy engine", ())
         with torch.cuda.stream(self._urgent):
             for value in (0, 1 << 40):  # Triton compiles for int32 and for int64
                 self._signal(Mark(flag, value, True, True), self._urgent, kernel=True)
                 self._wait_kernel[(1,)](flag, value, 1, self._watch.record, stage, -1, num_warps=1)
         handle = self._urgent.cuda_stream
+        self._driver.copy(flag + 8, flag, 8, handle)
+        self._driver.copy_rows(flag + 8, 16, flag, 16, 8, 2, handle)
         try:
             for wide in (False, True):
                 self._driver.write(flag, 0, wide, handle)

@@ -49,10 +49,10 @@ class Engine:
         on_gpu = ctx.device.type == "cuda"
         self._ctx = ctx
         self._slots = slots
-        # READ, DONE and WRITE of every peer, and a word to try things on; kernels poll these.
-        words = ctx.heap.allocate(8 * (3 * world + 1), internal=True).tensor.view(torch.int64)
+        # READ, DONE and WRITE of every peer, which kernels poll, and words to try things on.
+        words = ctx.heap.allocate(8 * (3 * world + 4), internal=True).tensor.view(torch.int64)
         words.zero_()
-        self._taken, self._done, self._tickets = words[:-1].view(3, world)
+        self._taken, self._done, self._tickets = words[:-4].view(3, world)
         self._taken_at, self._done_at = (
             [word.data_ptr() for word in counters] for counters in (self._taken, self._done)
         )
@@ -68,7 +68,7 @@ class Engine:
         if on_gpu:
             self.lanes = StreamLanes(ctx)
             torch.cuda.synchronize(ctx.device)
-            self.lanes.prepare(words[-1:].data_ptr())
+            self.lanes.prepare(words[-4:].data_ptr())
         else:
             self.lanes = HostLanes(self.wake)
         self.error: IrisError | None = None
@@ -89,6 +89,7 @@ class Engine:
         """Wait for a lane."""
         self.lanes.finish(key, self.check)
         self.check()
+        self._ctx.watch.check()  # where a kernel did the waiting
 
     def settle(self) -> None:
         """Wait for what finished kernels have asked for, and for every lane."""

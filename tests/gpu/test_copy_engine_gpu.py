@@ -50,7 +50,7 @@ def test_a_thread_that_dies_midway(ranks, world):
     ranks(world).run(on_device.killed)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def fill(x, rounds, rank, N: tl.constexpr):
     """Count a round, and fill ``x`` with numbers of it."""
     turn = tl.load(rounds) + 1
@@ -59,7 +59,7 @@ def fill(x, rounds, rank, N: tl.constexpr):
     tl.store(x + i, turn * 1000003 + rank * 5003 + i)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "peer"])
 def ask(x, out, flag, bases, engine, rank, peer, N: tl.constexpr):
     i = tl.arange(0, N)
     ops.put(x + i, out + i, rank, peer, bases, copy_engine_ctx=engine, use_copy_engine=True)
@@ -67,7 +67,7 @@ def ask(x, out, flag, bases, engine, rank, peer, N: tl.constexpr):
     copy_engine.quiet(engine, peer)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["left"])
 def check(out, flag, rounds, errors, record, left, N: tl.constexpr):
     """Wait for this round's signal, and count what is not as it should be."""
     turn = tl.load(rounds)
@@ -93,10 +93,16 @@ def replays(how, count):
     ready.fill_(1)
     signal = {"signal_flag": flag, "signal_op": "add"}
 
+    numbers = x, rounds, rank
+    request = x, out, flag, bases, engine, rank, right
+    result = out, flag, rounds, errors, ctx.watch.record, left
+    for kernel, args in ((fill, numbers), (ask, request), (check, result)):
+        on_device.loaded(ctx, kernel, *args, N=SIZE)
+
     def step():
-        fill[(1,)](x, rounds, rank, N=SIZE)
+        fill[(1,)](*numbers, N=SIZE)
         if how == "device":
-            ask[(1,)](x, out, flag, bases, engine, rank, right, N=SIZE)
+            ask[(1,)](*request, N=SIZE)
         elif how == "host":
             ctx.put(x, right, out, wait_flag=ready, wait_value=1, **signal)
         else:
@@ -108,7 +114,7 @@ def replays(how, count):
                 [x.view(2, half)[:, 100:]], right, [rest], [rows], **signal, async_op=True
             )
             ctx.quiet(right)
-        check[(1,)](out, flag, rounds, errors, ctx.watch.record, left, N=SIZE)
+        check[(1,)](*result, N=SIZE)
         ctx.device_barrier()
 
     for _ in range(2):
