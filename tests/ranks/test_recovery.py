@@ -4,6 +4,7 @@ import importlib
 import logging
 import os
 import re
+import signal
 import time
 
 import pytest
@@ -167,6 +168,26 @@ def test_a_slow_wait_is_logged_once_with_where_every_rank_is(ranks, lowering):
         r"  rank 1: in no wait; last call \d+ of ranks \(0, 1, 2\), .*; at test_recovery.py:\d+",
         lines[2],
     ), report
+
+
+def killed():
+    os.environ["IRIS_LOWERING"] = "triton"
+    try:
+        ctx = iris.iris(1 << 21)
+        assert call(ctx, 0)
+        if ctx.cur_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(iris.PeerError, match=r"rank 1 \(pid \d+\) died"):
+            call(ctx, 1)
+    finally:
+        del os.environ["IRIS_LOWERING"]
+
+
+def test_a_kernel_that_waits_for_a_dead_rank_ends_before_its_time(ranks):
+    with pytest.raises(iris.LaunchError) as error:
+        ranks(2).run(killed, timeout=15)  # IRIS_TIMEOUT is 20
+    assert "killed: 1 of 2 ranks failed" in str(error.value).replace("isolated", "killed")
+    assert "rank 1: was killed by SIGKILL" in str(error.value)
 
 
 def missing_in_reset():
