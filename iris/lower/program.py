@@ -66,6 +66,7 @@ class Executable:
     fused: tuple[Any, ...]
     steps: tuple[Step, ...]
     inputs: tuple[str, ...]
+    outputs: int  # how many results come before the values of writes
     run_steps: Callable[[Sequence[Any], Callable[[int, Callable[[], None]], None]], tuple[Any, ...]]
     part: Callable[[int, int], Part]  # the steps from one number to before another
     result: Part  # what ``run`` returns, of the values that are left
@@ -109,6 +110,7 @@ class _Writer:
             tuple(self.fused),
             tuple(steps),
             inputs,
+            len(self.graph.outputs),
             functools.partial(self._run_steps, steps, result),
             functools.partial(self._part, steps),
             result,

@@ -8,6 +8,7 @@ waits). They meet on the host after either. The second call captures the program
 again; every later call is one graph launch and no meeting.
 """
 
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
@@ -74,7 +75,7 @@ class Runner:
         self._has_kernels = bool(executable.fused)
         self._noted = self._has_kernels and group.size > 1
         self.on_gpu = ctx.device.type == "cuda"
-        self.reuse = reuse
+        self._copied = 0 if reuse else executable.outputs  # values that the caller gets to keep
         self.replays = replay and self.on_gpu
         self.calls = 0
         self.captured: Capture | Pieces | None = None
@@ -168,10 +169,10 @@ class Runner:
         if self.on_host:
             pieces = cut(self.executable, self.on_host)
             self.captured, values = Pieces.create(
-                self.executable, pieces, inputs, moved, self.reuse
+                self.executable, pieces, inputs, moved, self._copied
             )
         else:
-            self.captured, values = Capture(self.executable.run, inputs, moved, self.reuse), None
+            self.captured, values = Capture(self.executable.run, inputs, moved, self._copied), None
         torch.cuda.synchronize(self.ctx.device)
         self._meet("captured")
         return self.captured(inputs) if values is None else values
@@ -181,7 +182,7 @@ class Runner:
         self.group.sync(zlib.crc32(what.encode()) & 0x7FFFFFFF, what)
 
 
-_data_ptr = Tensor.data_ptr
+_data_ptr, _clone = Tensor.data_ptr, Tensor.clone
 
 
 def addresses(tensors: Sequence[Tensor]) -> list[int]:
@@ -194,7 +195,8 @@ class Capture:
 
     Inputs in ``moved`` have a buffer of their own, and are copied there before each launch; the
     others are read where they were. When such a one comes from elsewhere, it is given a buffer and
-    the program is captured again, into the same memory.
+    the program is captured again, into the same memory. The first ``copied`` results are copies,
+    the others are overwritten by the next call.
     """
 
     def __init__(
@@ -202,10 +204,10 @@ class Capture:
         run: Callable[..., Sequence[Any]],
         inputs: Sequence[Tensor],
         moved: Iterable[int],
-        reuse: bool,
+        copied: int = 0,
         pool: Any = None,
     ) -> None:
-        self.run, self.reuse = run, reuse
+        self.run, self.copied = run, copied
         self.pool = pool or torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
         self.moved = set(moved)
@@ -223,9 +225,11 @@ class Capture:
         self.addresses = addresses(bound)
         self._moved = _picker(moved)
         self._still = _picker([i for i in range(len(inputs)) if i not in self.moved])
+        self._fixed = self._still(self.addresses)
         self.graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+        with warnings.catch_warnings(), torch.cuda.stream(self.stream):
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # only views
             self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 values = self.run(*bound)
@@ -233,17 +237,21 @@ class Capture:
                 self.graph.capture_end()
         torch.cuda.current_stream().wait_stream(self.stream)
         self.values = values
-        self._fresh = _clones if all(isinstance(value, Tensor) for value in values) else fresh
+        self._only_tensors = all(isinstance(value, Tensor) for value in values)
         self._replay = self.graph.replay
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
         now = addresses(inputs)
         if now != self.addresses:
-            if self._still(now) != self._still(self.addresses):
+            if self._still(now) != self._fixed:
                 self._move(inputs, now)
             self._copy_in(self._moved(inputs))
         self._replay()
-        return self.values if self.reuse else self._fresh(self.values)
+        if not self.copied:
+            return self.values
+        if self._only_tensors and self.copied == len(self.values):
+            return [*map(_clone, self.values)]
+        return copies(self.values, self.copied)
 
     def _copy_in(self, sources: Sequence[Tensor]) -> None:
         if self._detached:
@@ -262,13 +270,10 @@ class Capture:
         self._record(inputs)
 
 
-def fresh(values: Sequence[Any]) -> Sequence[Any]:
-    """Copies of tensors that the next call overwrites."""
-    return [value.clone() if isinstance(value, Tensor) else value for value in values]
-
-
-def _clones(values: Sequence[Tensor]) -> Sequence[Tensor]:
-    return [*map(Tensor.clone, values)]
+def copies(values: Sequence[Any], number: int) -> Sequence[Any]:
+    """The values, the first ``number`` of them copied where they are tensors."""
+    first = [value.clone() if isinstance(value, Tensor) else value for value in values[:number]]
+    return [*first, *values[number:]]
 
 
 def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -282,8 +287,8 @@ def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]
 class Pieces:
     """A plan as captured pieces and the steps on the host between them."""
 
-    def __init__(self, executable: Executable, calls: "Sequence[Call]", reuse: bool) -> None:
-        self.executable, self.calls, self.reuse = executable, calls, reuse
+    def __init__(self, executable: Executable, calls: "Sequence[Call]", copied: int) -> None:
+        self.executable, self.calls, self.copied = executable, calls, copied
 
     @classmethod
     def create(
@@ -292,7 +297,7 @@ class Pieces:
         pieces: Sequence[Piece],
         inputs: Sequence[Tensor],
         moved: set[int],
-        reuse: bool,
+        copied: int,
     ) -> "tuple[Pieces, Sequence[Any]]":
         """Run the pieces as they are, then capture those that can be; with the run's result."""
         eager = [(piece.part, _unpacked(piece.part.run)) for piece in pieces]
@@ -307,15 +312,15 @@ class Pieces:
                 continue
             places = [i for i, name in enumerate(part.uses) if name in elsewhere]
             given = [static[name] for name in part.uses]
-            capture = Capture(part.run, given, places, reuse=True, pool=pool)
+            capture = Capture(part.run, given, places, pool=pool)
             static.update(zip(part.makes, capture.values, strict=True))
             calls.append((part, capture))
-        return cls(executable, calls, reuse), values
+        return cls(executable, calls, copied), values
 
     @torch.no_grad()
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
         values, _ = run_pieces(self.executable, self.calls, inputs)
-        return values if self.reuse else fresh(values)
+        return copies(values, self.copied)
 
 
 Call = tuple[Part, Callable[[Sequence[Any]], Sequence[Any]]]
