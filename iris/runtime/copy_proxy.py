@@ -18,8 +18,9 @@ from iris.device.copy_queue import ADD, COPY, OP, ROW, SET, WORDS
 from iris.errors import IrisError, PeerError
 from iris.runtime.board import fence
 from iris.runtime.copy_lanes import (
-    HostLanes,
+    DEVICE,
     Key,
+    Lanes,
     Mark,
     Op,
     StreamLanes,
@@ -34,7 +35,7 @@ _BATCH = 64  # descriptors that are taken before their end is made known
 # The thread looks often while there is work, then ever more seldom: kernels cannot wake it.
 _PEERS_SECONDS = 0.1
 _PR_SET_TIMERSLACK = 29  # in nanoseconds, of the calling thread
-_BUSY_SECONDS, _OFTEN, _SELDOM = 0.05, 2e-5, 2e-3
+_BUSY_SECONDS, _OFTEN, _PENDING, _SELDOM = 0.05, 2e-5, 2e-4, 2e-3
 
 
 class Engine:
@@ -64,13 +65,13 @@ class Engine:
         self._next = [0] * world  # ticket that is taken next from a queue
         self.context = self._rows()
         self.exposed = False  # whether kernels may use the queues
-        self.lanes: HostLanes | StreamLanes
+        self.lanes: Lanes | StreamLanes
         if on_gpu:
-            self.lanes = StreamLanes(ctx)
+            self.lanes = StreamLanes(ctx, self.wake)
             torch.cuda.synchronize(ctx.device)
             self.lanes.prepare(words[-4:].data_ptr())
         else:
-            self.lanes = HostLanes(self.wake)
+            self.lanes = Lanes(self.wake)
         self.error: IrisError | None = None
         self.looks = 0  # times the thread looked for work
         self._empty = 0  # times there was none
@@ -97,7 +98,7 @@ class Engine:
         if self.exposed:
             before = self._empty
             self.wake()
-            patiently(lambda: self._empty > before + 1, self.check, "requests of kernels")
+            patiently(lambda: self._empty > before + 1, self.check)
         for key in self.lanes.keys():  # noqa: SIM118
             self.finish(key)
 
@@ -171,12 +172,14 @@ class Engine:
             if worked:
                 active = now
                 continue
-            if self.lanes.waiting() and now - looked > _PEERS_SECONDS:
+            pending = self.lanes.pending()
+            if pending and now - looked > _PEERS_SECONDS:
                 looked = now
                 self._look_for_lost_peers()
             self._empty += 1
             idle = now - active
-            self._wake.wait(_OFTEN if idle < _BUSY_SECONDS else min(idle / 50, _SELDOM))
+            longest = _PENDING if pending else _SELDOM
+            self._wake.wait(_OFTEN if idle < _BUSY_SECONDS else min(idle / 50, longest))
             self._wake.clear()
 
     def _look_for_lost_peers(self) -> None:
@@ -199,8 +202,9 @@ class Engine:
         if not ops:
             return False
         self._next[peer] = last = first + len(ops)
-        self.lanes.perform(peer, [Mark(self._taken_at[peer], last, wide=True, add=False)], now=True)
-        self.lanes.perform(peer, [*ops, Mark(self._done_at[peer], last, wide=True, add=False)])
+        self.lanes.perform_now(Mark(self._taken_at[peer], last, wide=True, add=False))
+        done = Mark(self._done_at[peer], last, wide=True, add=False)
+        self.lanes.perform((peer, DEVICE), [*ops, done])
         return True
 
     def _decode(self, peer: int, words: list[int]) -> Rectangle | Mark:

@@ -58,7 +58,6 @@ class _Rectangle(ctypes.Structure):
 
 _ANY_MEMORY = 4  # CU_MEMORYTYPE_UNIFIED, hipMemcpyDefault: the driver looks at the addresses
 _INDEPENDENT = 1  # of the default stream
-_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, by the difference
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 _CUDA = {
@@ -71,8 +70,6 @@ _CUDA = {
     "close_stream": "cuStreamDestroy_v2",
     "copy": "cuMemcpyAsync",
     "copy_rows": "cuMemcpy2DAsync_v2",
-    "wait32": "cuStreamWaitValue32_v2",
-    "wait64": "cuStreamWaitValue64_v2",
     "write32": "cuStreamWriteValue32_v2",
     "write64": "cuStreamWriteValue64_v2",
     "capture_mode": "cuThreadExchangeStreamCaptureMode",
@@ -87,8 +84,6 @@ _HIP = {
     "close_stream": "hipStreamDestroy",
     "copy": "hipMemcpyAsync",
     "copy_rows": "hipMemcpy2DAsync",
-    "wait32": "hipStreamWaitValue32",
-    "wait64": "hipStreamWaitValue64",
     "write32": "hipStreamWriteValue32",
     "write64": "hipStreamWriteValue64",
     "capture_mode": "hipThreadExchangeStreamCaptureMode",
@@ -103,18 +98,14 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "close_stream": (c_void_p,),
     "copy": (c_void_p, c_void_p, c_size_t, c_void_p),
     "copy_rows": (POINTER(_Rectangle), c_void_p),
-    "wait32": (c_void_p, c_void_p, c_uint, c_uint),
-    "wait64": (c_void_p, c_void_p, c_ulonglong, c_uint),
     "write32": (c_void_p, c_void_p, c_uint, c_uint),
     "write64": (c_void_p, c_void_p, c_ulonglong, c_uint),
     "capture_mode": (POINTER(c_uint),),
 }
-# HIP takes the kind of a copy, and a mask of the bits that a wait looks at.
+# HIP takes the kind of a copy.
 _HIP_ARGUMENTS: dict[str, tuple[Any, ...]] = _ARGUMENTS | {
     "copy": (c_void_p, c_void_p, c_size_t, c_uint, c_void_p),
     "copy_rows": (c_void_p, c_size_t, c_void_p, c_size_t, c_size_t, c_size_t, c_uint, c_void_p),
-    "wait32": (c_void_p, c_void_p, c_uint, c_uint, c_uint),
-    "wait64": (c_void_p, c_void_p, c_ulonglong, c_uint, c_ulonglong),
 }
 
 
@@ -205,14 +196,6 @@ class Driver:
             ]
             args = (byref(_Rectangle(*planes, width, height)),)
         self._do("copy_rows", *args, stream, why="copy rows", help=None)
-
-    def wait(self, address: int, value: int, wide: bool, stream: int) -> None:
-        """Hold ``stream`` until the word is at or past ``value``, by the difference."""
-        bits = 64 if wide else 32
-        mask = ((1 << bits) - 1,) if self._hip else ()
-        value %= 1 << bits
-        args = (stream, address, value, _AT_LEAST, *mask)
-        self._do(f"wait{bits}", *args, why="make a stream wait", help=None)
 
     def write(self, address: int, value: int, wide: bool, stream: int) -> None:
         """Write a word once all before it on ``stream`` is done and visible."""
