@@ -8,7 +8,6 @@ accelerate for its tensor parallelism.
 """
 
 import argparse
-import itertools
 import json
 import os
 import platform
@@ -63,16 +62,17 @@ def with_iris(model: models.Model, prompt: list[int], tokens: int) -> Any:
         return measure(model.build(), prompt, tokens)
 
 
-def with_transformers(folder: Path, prompt: list[int], tokens: int) -> Any:
-    """Run on every rank, or on one process."""
+def with_transformers(source: tuple[Path, int], prompt: list[int], tokens: int) -> Any:
+    """Run on every rank, or on one process. ``source``: a folder, and the number of this run."""
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
+    folder, number = source
     size, plan = int(os.environ["WORLD_SIZE"]), {}
     if size > 1:
         torch.distributed.init_process_group(
             "gloo",
-            init_method=f"file://{folder}/meeting{size}",
+            init_method=f"file://{folder}/meeting{number}",
             rank=int(os.environ["RANK"]),
             world_size=size,
             timeout=timedelta(seconds=TIMEOUT),
@@ -97,9 +97,10 @@ def save(model: models.Model, folder: Path) -> None:
 
 
 def reason_of(error: LaunchError) -> str:
-    """The first rank's error that is not gloo's about another rank being gone."""
+    """The first rank's error that is not about another rank being gone."""
     heads = [line for line in str(error).splitlines() if line.startswith("--- rank")]
-    return next((line for line in heads if "gloo" not in line), heads[0]).partition(": ")[2]
+    own = (line for line in heads if "gloo" not in line and "still running" not in line)
+    return next(own, heads[0]).partition(": ")[2]
 
 
 def main() -> int:
@@ -122,9 +123,12 @@ def main() -> int:
         folder = Path(name)
         save(model, folder)
         turns = contestants(options.ranks, model, folder)
-        for _, (what, ranks, run, source) in itertools.product(range(options.rounds), turns):
-            if (what, ranks) in faults:
-                continue
+        runs = enumerate(turns * options.rounds)
+        for number, (what, ranks, run, source) in runs:
+            if run is with_transformers:
+                source = (source, number)
+            if (what, ranks) in faults and (what, ranks) not in paces:
+                continue  # it never works
             try:
                 results = iris.launch(run, ranks, source, prompt, options.tokens, timeout=TIMEOUT)
             except LaunchError as error:
@@ -134,6 +138,7 @@ def main() -> int:
             said += [result[0] for result in results]
             paces.setdefault((what, ranks), []).append((first, pace))
             console.print(f"{what}, {ranks} ranks: {pace:.1f} tokens/s")
+    faults = {who: fault for who, fault in faults.items() if who not in paces}
     show(console, paces, faults)
     if options.results:
         write(options.results, paces, faults)
