@@ -21,7 +21,7 @@ from iris.bench.decoder import (
     program,
     rows_of,
 )
-from iris.bench.model import HELD, agree, captured
+from iris.bench.model import HELD, agree, captured, served
 from iris.bench.peers import symmetric
 from iris.bench.timing import Row, paced
 
@@ -53,14 +53,12 @@ def _point(
     hidden, M = inputs.x.shape[-1], point["M"]
     want = Peer(block, place, "exact", M, hidden)(*inputs.args)[0]
     spread = M >= SPREAD
-    ours, rest = program(block, inputs, spread), inputs.args[1:]
     x = rows_of(inputs.x, place) if spread else inputs.x
-    steps: dict[str, Callable[[], Any]] = {"iris": lambda: ours(x, *rest)}
+    ours = served(program(block, inputs, spread), x, inputs)
+    steps: dict[str, Callable[[], Any]] = {"iris": ours}
     for how in ("one-shot", "two-shot"):
         if how == "two-shot" or M <= 512:
             steps[f"torch {how}"] = captured(Peer(block, place, how, M, hidden), inputs)
-    for _ in range(3):  # traced, captured, replayed
-        steps["iris"]()
 
     def part(name: str) -> Tensor:
         return rows_of(want, place) if name == "iris" and spread else want

@@ -84,7 +84,7 @@ def _point(
                 continue
             started = time.perf_counter()
             if name == "iris":
-                steps[name] = _ours(program(model, inputs), inputs)
+                steps[name] = served(program(model, inputs), inputs.x, inputs)
             else:
                 peer = Peer(model, place, name.partition(" ")[2], rows, shape.hidden)
                 steps[name] = captured(peer, inputs)
@@ -100,17 +100,17 @@ def _point(
             yield Row(f"{kind} step", point, name, spent, right[name])
 
 
-def _ours(step: Callable[..., Any], inputs: Inputs) -> Callable[[], Any]:
-    """The program, called until it is captured, then what a step of a server does with it."""
+def served(step: Callable[..., Any], x: Tensor, inputs: Inputs) -> Callable[[], Any]:
+    """A program's step as a server runs it: traced, captured, its cache written outside."""
+    rest = inputs.args[1:]
     for _ in range(3):
-        step(*inputs.args)
-    place = HELD
+        step(x, *rest)
 
     def run() -> Any:
-        logits, new = step(*inputs.args)
+        y, new = step(x, *rest)
         if inputs.past is not None:
-            inputs.past[..., place : place + 1, :] = new
-        return logits, new
+            inputs.past[..., HELD : HELD + 1, :] = new
+        return y, new
 
     return run
 
