@@ -63,12 +63,21 @@ class Turn:
 
 class Runner:
     """Runs an executable on one rank. ``group`` is all ranks of the program, ``what`` says which
-    program it is: on all of them alike, and otherwise than any other.
+    program it is: on all of them alike, and otherwise than any other. ``written`` are the inputs
+    that get the values after the outputs.
     """
 
     def __init__(
-        self, executable: Executable, ctx: Iris, group: Group, what: str, replay: bool, reuse: bool
+        self,
+        executable: Executable,
+        ctx: Iris,
+        group: Group,
+        what: str,
+        replay: bool,
+        reuse: bool,
+        written: Sequence[int] = (),
     ) -> None:
+        self._written = written
         self.executable, self.ctx, self.group, self.what = executable, ctx, group, what
         self.signature = group.know(what)
         self.used = 0  # the number of its last call
@@ -91,7 +100,7 @@ class Runner:
         return [(step.text, step.loc, why) for step, why in steps]
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
-        """Outputs and written values of one call."""
+        """Outputs of one call, and after them what it wrote."""
         if self._noted:
             self.used = self.group.launch(self.signature)
         if self._turn is not None and self._turn.take():
@@ -102,7 +111,7 @@ class Runner:
             values = self.captured(inputs)
         else:
             with torch.no_grad():
-                values = self._early(inputs) if self.on_gpu else self.executable.run(*inputs)
+                values = self._early(inputs) if self.on_gpu else self._plain(inputs)
         if self.executable.fused:
             self.ctx.watch.check(synchronized=not self.on_gpu)
         if self.ctx.checks is not None:
@@ -115,7 +124,10 @@ class Runner:
             return self._first(inputs)
         if self.replays:
             return self._capture(inputs)
-        return self.executable.run(*inputs)
+        return self._plain(inputs)
+
+    def _plain(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
+        return write(self.executable.run(*inputs), inputs, self._written)
 
     def _first(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
         executable = self.executable
@@ -128,7 +140,7 @@ class Runner:
         values, waits = run_noticing(executable, inputs, on_host)
         self.on_host = dict(sorted((waits | on_host).items()))
         self.calls = 1
-        return values
+        return write(values, inputs, self._written)
 
     def _inside(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
         """A call that the caller captures: its kernels become part of the caller's graph."""
@@ -144,7 +156,7 @@ class Runner:
                 help="capture what comes before and after it",
             )
         with torch.no_grad():
-            return self.executable.run(*inputs)
+            return self._plain(inputs)
 
     def _load(self, inputs: Sequence[Tensor]) -> None:
         """See NOTE [First calls]."""
@@ -169,10 +181,13 @@ class Runner:
         if self.on_host:
             pieces = cut(self.executable, self.on_host)
             self.captured, values = Pieces.create(
-                self.executable, pieces, inputs, moved, self._copied
+                self.executable, pieces, inputs, moved, self._copied, self._written
             )
         else:
-            self.captured, values = Capture(self.executable.run, inputs, moved, self._copied), None
+            self.captured, values = (
+                Capture(self.executable.run, inputs, moved, self._copied, self._written),
+                None,
+            )
         torch.cuda.synchronize(self.ctx.device)
         self._meet("captured")
         return self.captured(inputs) if values is None else values
@@ -205,9 +220,10 @@ class Capture:
         inputs: Sequence[Tensor],
         moved: Iterable[int],
         copied: int = 0,
+        written: Sequence[int] = (),
         pool: Any = None,
     ) -> None:
-        self.run, self.copied = run, copied
+        self.run, self.copied, self.written = run, copied, written
         self.pool = pool or torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()
         self.moved = set(moved)
@@ -226,13 +242,15 @@ class Capture:
         self._moved = _picker(moved)
         self._still = _picker([i for i in range(len(inputs)) if i not in self.moved])
         self._fixed = self._still(self.addresses)
+        pairs = zip(moved, self.buffers, strict=True)
+        self._written_buffers = [(i, buffer) for i, buffer in pairs if i in self.written]
         self.graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream())
         with warnings.catch_warnings(), torch.cuda.stream(self.stream):
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # only views
             self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
-                values = self.run(*bound)
+                values = write(self.run(*bound), bound, self.written)
             finally:
                 self.graph.capture_end()
         torch.cuda.current_stream().wait_stream(self.stream)
@@ -247,6 +265,8 @@ class Capture:
                 self._move(inputs, now)
             self._copy_in(self._moved(inputs))
         self._replay()
+        for place, buffer in self._written_buffers:
+            inputs[place].copy_(buffer)
         if not self.copied:
             return self.values
         if self._only_tensors and self.copied == len(self.values):
@@ -270,6 +290,13 @@ class Capture:
         self._record(inputs)
 
 
+def write(values: Sequence[Any], inputs: Sequence[Tensor], written: Sequence[int]) -> Sequence[Any]:
+    """The values, the last of them written to the inputs at ``written``."""
+    for place, value in zip(written, values[len(values) - len(written) :], strict=True):
+        inputs[place].copy_(value)
+    return values
+
+
 def copies(values: Sequence[Any], number: int) -> Sequence[Any]:
     """The values, the first ``number`` of them copied where they are tensors."""
     first = [value.clone() if isinstance(value, Tensor) else value for value in values[:number]]
@@ -287,8 +314,15 @@ def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]
 class Pieces:
     """A plan as captured pieces and the steps on the host between them."""
 
-    def __init__(self, executable: Executable, calls: "Sequence[Call]", copied: int) -> None:
-        self.executable, self.calls, self.copied = executable, calls, copied
+    def __init__(
+        self,
+        executable: Executable,
+        calls: "Sequence[Call]",
+        copied: int,
+        written: Sequence[int],
+    ) -> None:
+        self.executable, self.calls = executable, calls
+        self.copied, self.written = copied, written
 
     @classmethod
     def create(
@@ -298,6 +332,7 @@ class Pieces:
         inputs: Sequence[Tensor],
         moved: set[int],
         copied: int,
+        written: Sequence[int],
     ) -> "tuple[Pieces, Sequence[Any]]":
         """Run the pieces as they are, then capture those that can be; with the run's result."""
         eager = [(piece.part, _unpacked(piece.part.run)) for piece in pieces]
@@ -315,12 +350,12 @@ class Pieces:
             capture = Capture(part.run, given, places, pool=pool)
             static.update(zip(part.makes, capture.values, strict=True))
             calls.append((part, capture))
-        return cls(executable, calls, copied), values
+        return cls(executable, calls, copied, written), write(values, inputs, written)
 
     @torch.no_grad()
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
         values, _ = run_pieces(self.executable, self.calls, inputs)
-        return copies(values, self.copied)
+        return write(copies(values, self.copied), inputs, self.written)
 
 
 Call = tuple[Part, Callable[[Sequence[Any]], Sequence[Any]]]

@@ -102,8 +102,6 @@ class Program:
             return runner(tensors)[0]
         inputs = with_bases(tensors, self.bases, self.options.name)
         values = runner((*inputs, *self.captured))
-        for target, value in zip(self._written, values[len(self.outputs) :], strict=True):
-            inputs[target].copy_(value)
         leaves = [
             value if out.kind == "value" else tensors[out.item] if out.kind == "input" else out.item
             for out, value in zip(self.outputs, values, strict=False)
@@ -149,6 +147,7 @@ def prepare(program: Program) -> None:
         program.title,
         replay=options.replay,
         reuse=options.outputs == "reuse",
+        written=program._written,
     )
     prepared.add(program)
 

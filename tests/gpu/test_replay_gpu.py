@@ -313,6 +313,42 @@ def test_programs_interleaved_on_several_streams(world):
     assert launch(_streams, world, limit=20) == [0] * world
 
 
+def _writes(outputs):
+    ctx = iris.iris(1 << 26)
+    rank, world, device = ctx.cur_rank, ctx.num_ranks, ctx.device
+
+    @iris.spmd(outputs=outputs)
+    def step(cache, x, place):
+        cache.index_copy_(0, place, x)
+        x.mul_(2)
+        return iris.all_gather(cache.sum(0, keepdim=True), "tp"), cache[:1]
+
+    cache, problems = torch.zeros(8, 4, device=device), []
+    mirrors = [torch.zeros(8, 4) for _ in range(world)]
+    place = torch.zeros(1, dtype=torch.int64, device=device)
+    held = []
+    for i in range(24):
+        if i == 12:
+            cache = cache.clone()  # elsewhere from now on
+        xs = [torch.full((1, 4), float(10 * i + r)) for r in range(world)]
+        x = xs[rank].to(device, copy=True)
+        held.append(x)  # so that each has an address of its own
+        place.fill_(i % 8)
+        total, first = step(cache, x, place)
+        for mirror, own in zip(mirrors, xs, strict=True):
+            mirror[i % 8] = own
+        expected = torch.stack([mirror.sum(0) for mirror in mirrors])
+        right = torch.equal(total.cpu(), expected) and torch.equal(first.cpu(), mirrors[rank][:1])
+        right &= torch.equal(cache.cpu(), mirrors[rank]) and torch.equal(x.cpu(), 2 * xs[rank])
+        problems += [] if right else [i]
+    return problems
+
+
+@pytest.mark.parametrize("outputs", ["fresh", "reuse"])
+def test_writes_to_arguments_are_part_of_the_graph(outputs):
+    assert launch(_writes, 2, outputs, limit=20) == [[], []]
+
+
 def _own_graph():
     ctx = iris.iris(1 << 26)
     rank, world, device = ctx.cur_rank, ctx.num_ranks, ctx.device
