@@ -20,7 +20,6 @@ from iris import errors
 DIRECTIVE = re.compile(r"^::: (?P<path>\S+)(?: as (?P<title>\S+))?$", re.MULTILINE)
 REMOTE = re.compile(r'<(?:script|img|iframe)[^>]* src="?(?:https?:)?//|<link[^>]* href="?https?:')
 ERRORS = "|".join(name for name, _ in inspect.getmembers(errors, inspect.isclass))
-MODULES = re.compile(r"\b(?:\w+\.)+(?=[A-Z])")  # of names in annotations
 WIDTH = 80  # of signatures in one line
 
 
@@ -73,14 +72,32 @@ def plain(member: Any) -> Any:
     return member
 
 
+class Bare(str):
+    """An annotation that shows without quotes."""
+
+    __repr__ = str.__str__
+
+
+def bare(annotation: Any) -> Any:
+    """An annotation without the modules of names."""
+    if annotation is inspect.Signature.empty:
+        return annotation
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return Bare(re.sub(r"\b(?:\w+\.)+(?=\w)", "", text.replace("'", "").replace('"', "")))
+
+
 def signature(function: Any, name: str) -> str:
     """The signature in one line, or where that is too long a line for each parameter."""
     found = inspect.signature(function)
-    own = [part for part in found.parameters.values() if part.name not in ("self", "cls")]
-    inside, _, after = str(found.replace(parameters=own))[1:].rpartition(")")
-    inside, after = (MODULES.sub("", text.replace("'", "")) for text in (inside, after))
-    if len(name + inside + after) <= WIDTH:
-        return f"{name}({inside}){after}"
+    own = [
+        part.replace(annotation=bare(part.annotation))
+        for part in found.parameters.values()
+        if part.name not in ("self", "cls")
+    ]
+    text = str(found.replace(parameters=own, return_annotation=bare(found.return_annotation)))
+    if len(name + text) <= WIDTH:
+        return name + text
+    inside, _, after = text[1:].rpartition(")")
     listed = ",\n    ".join(parameters(inside))
     return f"{name}(\n    {listed},\n){after}"
 
@@ -99,6 +116,7 @@ def parameters(text: str) -> Iterator[str]:
 def docstring(text: str, up: str) -> str:
     """A docstring as markdown."""
     text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).replace("``", "`")
+    text = re.sub(r"\s*\(see NOTE [^)]*\)", "", text)
     text = text.replace("Example::\n", "For example:\n").replace("::\n", ":\n")
     return "\n\n".join(joined(re.split(r"\n{2,}", text), up))
 
