@@ -1,7 +1,8 @@
 """The code in the README and in the documents runs, page by page, and prints what they say.
 
-``python tests/ranks/test_docs.py FOLDER PAGE...`` runs the pages in FOLDER, all in this process:
-ranks then start from one zygote. A block runs as a file of its title, or of the page's name.
+``python tests/ranks/test_docs.py FOLDER PAGE...`` runs pages in FOLDER, all in this process: ranks
+then start from one zygote. A block runs as a file of its title, or of the page's name. Where a page
+does not say what is printed now, FOLDER has the page as it should be: copy it, if it is right.
 """
 
 import contextlib
@@ -43,14 +44,19 @@ def blocks(page: Path) -> Iterator[tuple[int, re.Match[str]]]:
 def run_page(page: Path) -> str:
     """Run a page's blocks in order. Return what is wrong, with the line; empty if all is well."""
     space: dict[str, Any] = {"__name__": "__main__"}
+    text, wrong = page.read_text(), ""
     for line, block in blocks(page):
         try:
             printed = run_block(block, f"{page.stem.replace('-', '_')}_{line}.py", space)
         except BaseException:
             return f"{page.name}:{line}\n{traceback.format_exc()}"
         if block["shown"] is not None and lines(printed) != lines(block["shown"]):
-            return f"{page.name}:{line} prints\n{printed}"
-    return ""
+            wrong += f"{page.name}:{line} prints\n{printed}\n"
+            fence = f"```text\n{block['shown']}```"
+            text = text.replace(fence, f"```text\n{printed.strip()}\n```", 1)
+    if wrong:
+        Path(page.name).write_text(text)
+    return wrong
 
 
 def run_block(block: re.Match[str], name: str, space: dict[str, Any]) -> str:
