@@ -152,6 +152,43 @@ def test_all_gather_matmul_by_the_copy_engine(ranks, world, M, K, columns, dtype
     ranks(world).run(gather_case, M, K, columns, dtype, layout, engine=True)
 
 
+def columns_case(M, K, N, dtype):
+    """Columns of x are gathered: the contracted dim."""
+    ctx = iris.iris(1 << 22)
+    rank, world = ctx.cur_rank, ctx.num_ranks
+    stage = AllGatherMatmul.create(
+        ctx, ctx.world, M=M, K=K, columns=[N], dtype=dtype, dim=1, config=SMALL
+    )
+    first, k = rank * shard_rows(K, world), rows_of(K, world, rank)
+    bits = []
+
+    def launch(step, dry=0):
+        exact = step < LAUNCHES - 1
+        x = integers(step, M, K, dtype=dtype) if exact else torch.randn(M, K).to(dtype)
+        x = ctx.broadcast(x, 0, as_tensor=True)
+        w = laid(integers(9 + step, K, N, dtype=dtype), "columns")
+        out, around = guarded(M, N, dtype)
+        gathered = torch.full((M, K), 7, dtype=dtype)
+        stage(x[:, first : first + k], [w], out=[out], gathered=gathered, dry=dry)
+        if not dry:
+            assert torch.equal(gathered, x)
+            bits.append(out.clone())
+            if exact:
+                check(out, around, product(x, w))
+
+    run(ctx, lambda: launch(0, dry=1), launch)
+    return bits[-1]
+
+
+@pytest.mark.parametrize(
+    ("world", "M", "K", "N"), [(2, 21, 70, 17), (3, 5, 32, 40), (3, 4, 2, 5), (2, 3, 0, 4)]
+)
+def test_gathered_columns_give_all_ranks_the_same_bits(ranks, world, M, K, N):
+    # pytorch/pytorch#165653
+    first, *others = ranks(world).run(columns_case, M, K, N, torch.float32)
+    assert all(torch.equal(first, other) for other in others)
+
+
 SHAPES = [
     (2, 8, 24, 32, torch.float32, "rows"),
     (2, 21, 17, 35, torch.bfloat16, "columns"),

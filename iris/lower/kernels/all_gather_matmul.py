@@ -1,8 +1,9 @@
 """``all_gather(x, dim) @ w`` for one or several weights, in one kernel.
 
 Every rank pushes its part to all ranks (each byte crosses a link once), then computes tiles, of
-gathered rows its own first. A tile waits only for the ranks whose rows it needs; where columns are
-gathered, the contracted dim, for all. See NOTE [Epochs] and NOTE [Progress].
+gathered rows its own first. A tile waits only for the ranks whose rows it needs. Where columns are
+gathered, the contracted dim, a step of a tile waits for the rank whose columns it needs, in rank
+order, so that every rank gets the same bits. See NOTE [Epochs] and NOTE [Progress].
 
 With ``engine`` a program asks the copy engine to send to the other ranks and to set their flags:
 that takes no SM, so even a kernel that holds all of them gets what it waits for. Only for ranks
@@ -145,13 +146,11 @@ def _copy_gathered(source, M, K, ld, out, number, line, S: tl.constexpr):
 def _begin(env, row, column, T: tl.constexpr):
     """Wait for the ranks whose rows the tile at ``row`` needs."""
     M, shard, line, _, _, _ = env
-    if T.by_columns:
-        wait_members(line[0], 0, T.world - 1, line[1], line[3], T.lanes)
-    else:
+    if not T.by_columns:
         last = tl.minimum(row + T.block_m, M) - 1
         wait_members(line[0], row // shard, last // shard, line[1], line[3], T.lanes)
-    if T.a_mode != 0:
-        fence_bulk()
+        if T.a_mode != 0:
+            fence_bulk()
 
 
 @device_function
@@ -194,9 +193,10 @@ def all_gather_matmul_kernel(
                 publish(flags, rank, epoch, T.world, T.lanes)
         line = (peer(flags, rank, tl.int32), epoch, state, watch)
         source = peer(staging, rank, T.dtype)
-        a = (source, half + M, ld, 1, half)
+        arriving = (line[0], epoch, watch, shard)
+        a = (source, half + M, ld, 1, half, arriving)
         if T.a_mode != 0:
-            a = (a_desc, M, ld, 1, half)
+            a = (a_desc, M, ld, 1, half, arriving)
         members = team(state)
         w0 = (b0, N0, b0_row, b0_k)
         w1 = (b1, N1, b1_row, b1_k)
@@ -297,7 +297,7 @@ class AllGatherMatmul(Stage):
         T = Tiling.of(config, group.size, -(-K // group.size) if dim else K, dtype, interpreted())
         tiled = columns[:1] if zipped else columns
         # Nothing to compute here, or nothing to send there: then no tile waits for every member.
-        some_idle = 0 in tiled or (not dim and rows_of(split, group.size, group.size - 1) == 0)
+        some_idle = 0 in tiled or rows_of(split, group.size, group.size - 1) == 0
         T = T.with_modes(
             weights=len(tiled),
             zipped=2 if zipped else 1,

@@ -24,7 +24,8 @@ them. Either way parts are added in their order. Counters only grow, as flags do
 import triton.language as tl
 
 from iris.device import tracing
-from iris.device.target import device_function, together
+from iris.device.target import device_function, fence_bulk, together
+from iris.lower.kernels.protocol import wait_members
 from iris.lower.kernels.schedule import SEGMENT_WORDS as _SEGMENT_WORDS
 
 SEGMENT_WORDS = tl.constexpr(_SEGMENT_WORDS)
@@ -220,12 +221,33 @@ def _share(heads, table, number, team, depth):
 
 
 @device_function
+def _arrive(parts, k, seen, K, T: tl.constexpr):
+    """Wait for the columns that step ``k`` of a tile reads; return where it may read.
+
+    ``parts = (flags, epoch, watch, columns of a shard)``; ``seen`` has the bits of members whose
+    columns came before. The place depends on what the wait returns: so no load is issued earlier.
+    """
+    flags, epoch, watch, shard = parts
+    first = k // shard
+    last = tl.maximum(first, (tl.minimum(k + T.block_k, K) - 1) // shard)
+    bits = ((1 << last) - (1 << first)) | (1 << last)
+    if (bits & (seen ^ -1)) != 0:
+        came = wait_members(flags, first, last, epoch, watch, T.lanes)
+        if T.a_mode != POINTERS:
+            fence_bulk()
+        seen = seen | bits
+        k = tl.where(came, k, K)
+    return k, seen
+
+
+@device_function
 def run_segments(a, b, b2, K, plan, number, begin, emit, done, env, epilogue, T: tl.constexpr):
     """Compute this program's segments of ``a @ b.T`` (and ``a @ b2.T`` where ``T.zipped`` is 2).
 
     ``plan = (heads, table, scratch, counts, epoch, team, watch)``, see
     `iris.lower.kernels.schedule` and ``protocol``; ``a`` and ``b`` as in ``load_tile``, with
-    ``a[4]`` the row of the source where output row 0 is.
+    ``a[4]`` the row of the source where output row 0 is; where its columns arrive from other ranks
+    (``T.by_columns``), ``a[5]`` is what ``_arrive`` takes.
     """
     BM: tl.constexpr = T.block_m
     BN: tl.constexpr = T.block_n
@@ -240,6 +262,7 @@ def run_segments(a, b, b2, K, plan, number, begin, emit, done, env, epilogue, T:
     count = 0
     acc = tl.zeros((BM, BN), T.acc)
     acc2 = acc
+    seen = 0
     since = tracing.begin(watch)
     for _ in tl.range(0, steps):
         step = tl.where(step == count - 1, 0, step + 1)
@@ -252,6 +275,8 @@ def run_segments(a, b, b2, K, plan, number, begin, emit, done, env, epilogue, T:
             begin(env, row, column, T)
             since = tracing.begin(watch)
         k = (first + step) * T.block_k
+        if T.by_columns:
+            k, seen = _arrive(a[5], k, seen, K, T)
         x = load_tile(a, a[4] + row, k, K, T.block_m, T.block_k, T.a_mode)
         acc = _dot(x, load_tile(b, column, k, K, T.block_n, T.block_k, T.b_mode), acc, T)
         if T.zipped == 2:

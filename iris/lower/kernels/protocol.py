@@ -126,20 +126,22 @@ def wait(words, members, valid, epoch, watch):
 
     Reads after it see what was stored before the flags were set. ``watch`` is (record, stage,
     trace): see NOTE [Bounded waits] in `iris.device.watch`, and `iris.device.tracing`. A wait that
-    runs out returns too; the host will raise.
+    runs out returns too, false; the host will raise.
     """
     since = tracing.begin(watch)
-    signals.wait(words, epoch + 1, watch[0], watch[1], members, valid)
+    came = signals.wait(words, epoch + 1, watch[0], watch[1], members, valid)
     if watch[2] is not None:
         bits = tracing.member_bits(members, valid)
         tracing.end(watch, since, tracing.WAIT, peers=bits)
+    return came
 
 
 @device_function
 def wait_members(flags, first, last, epoch, watch, LANES: tl.constexpr):
     """Wait for the flags ``flags[m]`` of the members ``first <= m <= last``."""
     members = tl.arange(0, LANES)
-    wait(flags + members, members, (members >= first) & (members <= last), epoch, watch)
+    valid = (members >= first) & (members <= last)
+    return wait(flags + members, members, valid, epoch, watch)
 
 
 @device_function
