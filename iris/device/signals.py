@@ -161,9 +161,9 @@ def _tell_slow(record, stage, peer, epoch, seen, mask, polls):
     reached = tl.cast(seen, tl.int64)
     expected = tl.where(_short(seen, epoch, mask), tl.cast(epoch, tl.int64), reached)
     if seen.type.is_block():
-        lanes = tl.arange(0, seen.shape[0])
+        lanes = places(seen)
         there = tell + FLAGS + lanes
-        tl.store(there, tl.cast(peer, tl.int64) + tl.zeros_like(reached), mask=lanes < LANES)
+        tl.store(there, tl.cast(peer, tl.int64) + reached - reached, mask=lanes < LANES)
         tl.store(there + LANES, expected, mask=lanes < LANES)
         tl.store(there + 2 * LANES, reached, mask=lanes < LANES)
         tl.store(tell + COUNT, tl.cast(seen.shape[0], tl.int64))
