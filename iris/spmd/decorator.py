@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
+from torch._C._dynamo.eval_frame import set_eval_frame
 
 from iris import config
 from iris.errors import CollectiveMismatchError, ConfigError, SpecError, UnsupportedError
@@ -112,6 +113,13 @@ class SpmdFunction:
         return self._trace(None, args, kwargs).lower().explain()
 
     def _call(self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        compiling = set_eval_frame(None)  # a torch.compile around the call is not meant
+        try:
+            return self._run_or_nest(instance, args, kwargs)
+        finally:
+            set_eval_frame(compiling)
+
+    def _run_or_nest(self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outer = tracing()
         if outer is not None:
             return self._nested(outer, instance, args, kwargs)

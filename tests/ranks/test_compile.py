@@ -6,6 +6,7 @@ import copy
 import gc
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import iris
+from iris.nn import ColumnParallelLinear, RowParallelLinear
 from iris.testing import assert_close, delay, small_integers
 
 pytestmark = [
@@ -189,6 +191,26 @@ def test_a_group_of_some_ranks_and_an_op_without_a_name(ranks):
             torch.compile(both, backend="iris")(x)
 
     ranks(4).run(run)
+
+
+def test_iris_inside_a_compiled_function(ranks):
+    def run():
+        iris.iris(1 << 22)
+        forget()
+        torch.manual_seed(0)
+        up, down = nn.Linear(6, 12), nn.Linear(12, 6)
+        column, row = ColumnParallelLinear.from_linear(up), RowParallelLinear.from_linear(down)
+        model = nn.Sequential(column, nn.ReLU(), row)
+        doubled = iris.spmd(lambda x: iris.all_reduce(x * 2, "tp"))
+        for backend in ("iris", "aot_eager"):  # each call of ours breaks the graph
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("error", UserWarning)
+                compiled = torch.compile(lambda x: doubled(model(x)) + 1, backend=backend)
+                for _ in range(3):
+                    x = torch.randn(4, 6)
+                    torch.testing.assert_close(compiled(x), 4 * down(up(x).relu()) + 1)
+
+    ranks(2).run(run)
 
 
 def test_the_name_is_known_without_loading_dynamo():
