@@ -22,6 +22,7 @@ from iris.lower.kernels.host import Stage, Turns
 from iris.lower.kernels.matmul_all_gather import MatmulAllGather
 from iris.lower.kernels.matmul_all_reduce import MatmulAllReduce
 from iris.lower.kernels.matmul_reduce_scatter import MatmulReduceScatter
+from iris.lower.kernels.selector import selected_config
 from iris.lower.stages import Chain, Match
 from iris.runtime.context import Iris
 from iris.runtime.groups import Group
@@ -69,9 +70,12 @@ class Site:
     way: str
     config: GemmConfig | None
 
-    def gemm(self, M: int, N: int, dtype: torch.dtype) -> GemmConfig:
-        """The configuration of a product with [M, N] results."""
-        config = self.config or default_config(M, N, dtype, self.ctx.device)
+    def gemm(self, M: int, N: int, K: int, dtype: torch.dtype) -> GemmConfig:
+        """The configuration of a [M, K] @ [K, N] product."""
+        device = self.ctx.device
+        config = self.config or default_config(M, N, dtype, device)
+        if self.config is None and torch.version.hip:
+            config = selected_config(M, N, K, dtype, device, config)
         return replace(config, fast=self.match.fast)
 
 
@@ -190,7 +194,7 @@ def _build_gather(site: Site, functions: Functions) -> tuple[Stage, bool]:
     (M, K), dim = values.matrix(match.collective.out.name), match.collective.kwargs["dim"]
     columns = [values.shape(p.right)[1] for p in match.products]
     dtype = values.dtype(match.products[0].left)
-    config = site.gemm(M, max(columns), dtype)
+    config = site.gemm(M, max(columns), K, dtype)
     if match.zipped and site.config is None:  # two weights' tiles take the room of one
         config = replace(config, block_n=max(16, config.block_n // 2))
     shape = values.shape(match.collective.out.name)
@@ -230,7 +234,7 @@ def _build_then(site: Site, functions: Functions) -> tuple[Stage, bool]:
         dtype=dtype,
         part_dtype=values.dtype(sent),
         epilogue=functions[0],
-        config=site.gemm(make.tile_rows(M, site.group), N, dtype),
+        config=site.gemm(make.tile_rows(M, site.group), N, k, dtype),
     )
     return stage, turned
 
@@ -253,7 +257,7 @@ def _build_reduce(site: Site, functions: Functions) -> tuple[Stage, bool]:
         after=functions[1],
         one_shot=site.way == "one-shot",
         norm=norm,
-        config=site.gemm(M, N, dtype),
+        config=site.gemm(M, N, K, dtype),
     )
     return stage, False
 

@@ -195,8 +195,6 @@ def _gather_matmul(body: _Body) -> Match | str:
     again = [node for node in rest if node.out.name in views]
     rest = [node for node in rest if node.out.name not in views]
     shape, dim = gather.out.type.shape, _dim(gather)
-    if any(p.left not in views for p in products):
-        return "the gathered value is not the left operand as it is"
     if len(shape) < 2 or (dim != len(shape) - 1 and any(n != 1 for n in shape[:dim])):
         return f"rows of dim {dim} do not lie together"
     if len(products) > MOST_WEIGHTS:
@@ -238,13 +236,7 @@ def _before_collective(body: _Body, last: Node) -> tuple[list[Node], Chain, list
     assert early is not None
     if (early.result,) != last.uses or len(early.nodes) < at:
         return f"what runs between the product and the {last.op} is no epilogue"
-    inner = {product.result, *(node.out.name for node in nodes[:at])}
-    after = nodes[at + 1 :]
-    if inner & {*body.kept, *(name for node in after for name in node.uses)}:
-        return "the product is used elsewhere too"
-    if last.kwargs.get("op", "sum") != "sum":
-        return f"the reduction is {last.kwargs['op']}"
-    return before, early, after
+    return before, early, nodes[at + 1 :]
 
 
 def _matmul_then(body: _Body) -> Match | str:

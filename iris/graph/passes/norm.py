@@ -65,7 +65,8 @@ class NormSearch:
             result, *others = (value.name for value in nodes[0].outputs)
             unread = all(self.is_private(other, ()) for other in others)
         else:
-            (eps,) = (n.args[1] for n in nodes if _is_add_number(self, n) and not n.attrs)
+            numbers = [n.args[1] for n in nodes if _is_add_number(self, n) and not n.attrs]
+            eps = next(iter(numbers), None)
             weights = [_vector(self, node) for node in nodes if base(node.op) == "mul"]
             weight = next((Ref(found) for found in weights if found), None)
             result, unread = nodes[-1].out.name, True
