@@ -81,6 +81,7 @@ class Graph:
     outputs: tuple[Arg, ...]
     writes: tuple[tuple[str, str], ...] = ()
     coord: tuple[tuple[str, int], ...] = field(default=(), compare=False)
+    alike: bool = field(default=True, compare=False)  # whether ranks have the same types
 
     @property
     def place(self) -> dict[str, int]:

@@ -76,7 +76,8 @@ class Site:
     @property
     def signature(self) -> int:
         """A number that differs between programs of one function: of their inputs' types."""
-        return zlib.crc32(", ".join(str(value.type) for value in self.graph.inputs).encode())
+        types = [str(value.type) for value in self.graph.inputs] if self.graph.alike else []
+        return zlib.crc32(", ".join(types).encode())
 
     def number(self, attribute: str) -> int:
         return int(self.node.kwargs[attribute])  # type: ignore[arg-type]

@@ -27,9 +27,10 @@ from iris.spmd.dump import Dump
 from iris.spmd.guards import Access
 from iris.spmd.importing import Importer
 from iris.spmd.mesh import ProgramMesh
+from iris.spmd.options import Options
 from iris.spmd.program import Program, generated
 from iris.spmd.specs import Leaf, match
-from iris.spmd.tracing import Traced, collector_paused, trace
+from iris.spmd.tracing import Output, Traced, collector_paused, trace
 
 
 class Compiler:
@@ -119,7 +120,27 @@ class Compiler:
         if program.graph.writes and (bases := overlapping(self.tensors)):
             self.bases = bases
             program = self._import(*self._trace(context.mesh))
+        if torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in (*self.tensors, *program.captured)
+        ):
+            from iris.spmd.grad import differentiate
+
+            return differentiate(program, traced, context, self.tensors, self._part)
         return program
+
+    def _part(
+        self, name: str, module: Any, inputs: Sequence[Value], context: TraceContext
+    ) -> Program:
+        """One half of a differentiated program, over whatever shapes ranks have."""
+        (values,) = next(node for node in module.graph.nodes if node.op == "output").args
+        outputs = tuple(Output("value", i) for i in range(len(values)))
+        traced = Traced(module, outputs, pytree.tree_structure([*range(len(values))]))
+        mesh = context.mesh or ProgramMesh.world("world")
+        importer = self._importer(context, mesh)
+        importer.name = name
+        options = replace(self.options, name=name, alike=False)
+        graph = replace(importer.run(traced, inputs), alike=False)
+        return self._planned(graph, traced, mesh, (), (), options)
 
     def _trace(self, mesh: ProgramMesh | None) -> tuple[Traced, TraceContext]:
         context = TraceContext(self.name, mesh)
@@ -180,7 +201,20 @@ class Compiler:
         importer = self._importer(context, mesh)
         graph = importer.run(traced, inputs)
         self._check_results(traced, graph)
-        dump = Dump(self.name)
+        captured, leaves = tuple(importer.captured), self.leaves
+        return self._planned(graph, traced, mesh, captured, leaves, self.options)
+
+    def _planned(
+        self,
+        graph: Graph,
+        traced: Traced,
+        mesh: ProgramMesh,
+        captured: tuple[Tensor, ...],
+        leaves: Sequence[Leaf],
+        options: Options,
+    ) -> Program:
+        """The program of a graph, after the passes."""
+        dump = Dump(options.name)
         lowering = self._lowering(mesh)
         engine = not mesh.abstract and current().copies_beside_kernels
         choose = Choose(lowering, _profile(mesh), self.measured, self.options.config, engine)
@@ -188,14 +222,14 @@ class Compiler:
         for name, source in generated(choose.choices).items():
             dump.write(f"kernel_{name}", source)
         return Program(
-            self.options,
+            options,
             graph,
             fused,
             mesh,
-            tuple(importer.captured),
+            captured,
             traced.outputs,
             traced.out_tree,
-            tuple(replace(leaf, value=leaf.value.detach().to("meta")) for leaf in self.leaves),
+            tuple(replace(leaf, value=leaf.value.detach().to("meta")) for leaf in leaves),
             self.bases,
             choose.choices,
             lowering,

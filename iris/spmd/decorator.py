@@ -14,7 +14,7 @@ import torch
 from torch._C._dynamo.eval_frame import set_eval_frame
 
 from iris import config
-from iris.errors import CollectiveMismatchError, ConfigError, SpecError, UnsupportedError
+from iris.errors import CollectiveMismatchError, ConfigError, SpecError
 from iris.lower.choices import StageConfig
 from iris.runtime.context import current
 from iris.spmd.binding import Binder, Bound, alias_key
@@ -218,7 +218,6 @@ class SpmdFunction:
             state.hits.clear()
         check_lowering(self._options.lowering or config.lowering())
         held = held_leaves(instance)
-        self._check_grad([*bound.tensors, *(leaf.value for leaf in held)])
         labels = binder.labels(bound.values)
         state.misses.note(self._options.name, labels, bound.key, state.signatures)
         state.signatures[bound.key] = None
@@ -252,14 +251,6 @@ class SpmdFunction:
             state.variants.pop(old, None)
             state.hits = [hit for hit in state.hits if hit.key != old]
         return key, program
-
-    def _check_grad(self, tensors: Sequence[torch.Tensor]) -> None:
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            raise UnsupportedError(
-                f"{self._options.name}: an argument or parameter requires grad, "
-                "and programs do not differentiate yet",
-                help="call it under torch.no_grad() or torch.inference_mode()",
-            )
 
     def _bindings(self, instance: Any) -> tuple[Binder, _State]:
         if instance is None:
@@ -372,6 +363,9 @@ def spmd(
             signature on a GPU, which the next call overwrites.
         config: how stages are computed, in place of what the cost model would choose.
         name: how messages call the program; the function's name by default.
+
+    Gradients go back through a call whose arguments or parameters require grad, by a program of
+    their own; see docs/concepts/programs.md for whose gradient it is.
 
     A call raises one of `iris.errors`, the same on all ranks; see docs/errors.md.
 

@@ -62,6 +62,11 @@ class Program:
         self._written = [names.index(target) for target, _ in self.graph.writes]
 
     @property
+    def parts(self) -> "tuple[Program, ...]":
+        """The programs that run in its place."""
+        return ()
+
+    @property
     def sizes_differ(self) -> bool:
         """Whether arguments of another global size may look the same on this rank."""
         return self.signature is not None and len(self.mesh.ranks) > 1 and not self.mesh.abstract
@@ -116,6 +121,9 @@ def prepare(program: Program) -> None:
             f"{program.options.name}: an abstract mesh has no ranks to run on",
             help="trace it only, or use iris.mesh(shape, names) over a started world",
         )
+    for part in program.parts:
+        prepare(part)
+        program.executable, program.runner = part.executable, part.runner
     if program.executable is not None:
         return
     ctx, mesh = current(), program.mesh

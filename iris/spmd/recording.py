@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):
                 self._results[func, key] = _metadata(result)
         node = self.graph.call_function(func, *operands)
         loc = user_line(sys._getframe(1)) if self.loc is None else self.loc
-        node.meta = {"val": result, "loc": loc}
+        node.meta = {"val": result, "loc": loc, "grad": torch.is_grad_enabled()}
         self._note(result, node)
         return result
 

@@ -117,7 +117,6 @@ def trace(
     devices_in_use = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with (
         trace_scope(context),
-        torch.no_grad(),
         torch.random.fork_rng(devices_in_use),  # tracing draws no numbers that the user would miss
         _watch(watched, context.name),
         _explain(context.name),

@@ -11,7 +11,7 @@ from torch import nn
 
 import iris
 from iris import P
-from iris.errors import SpecError, UnsupportedError
+from iris.errors import SpecError
 from iris.spmd.modules import partition
 from iris.testing import assert_close
 
@@ -146,14 +146,17 @@ def test_parameters_have_names_and_types_in_the_graph():
     assert "%self_linear_weight: f32[8, 8], %self_linear_bias: f32[8]" in text
 
 
-def test_training_is_refused_and_says_how_out():
+def test_training_is_that_of_the_plain_module():
     iris.iris(1 << 20)
-    with pytest.raises(UnsupportedError) as error:
-        iris.spmd(Block())(torch.zeros(4, 8))
-    assert str(error.value) == (
-        "Block: an argument or parameter requires grad, and programs do not differentiate yet\n"
-        "help: call it under torch.no_grad() or torch.inference_mode()"
-    )
+    plain = Block()
+    ours = iris.spmd(copy.deepcopy(plain))
+    for seed in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        for module in (plain, ours):
+            module.zero_grad()
+            module(x).square().sum().backward()
+        for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
 
 
 def test_partition_of_an_unknown_tensor():

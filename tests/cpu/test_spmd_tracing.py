@@ -478,20 +478,39 @@ def test_nested_functions_are_part_of_the_program():
     assert str(net.trace(x, weights).graph).count("matmul(") == 3
 
 
-def test_grad_is_refused_clearly():
-    @iris.spmd
-    def f(x):
-        return x * 2
+def test_gradients_are_those_of_eager():
+    weight = torch.arange(6.0).reshape(3, 2).requires_grad_()
 
-    x = torch.ones(2, requires_grad=True)
-    with pytest.raises(iris.UnsupportedError) as caught:
-        f(x)
-    assert str(caught.value) == (
-        "f: an argument or parameter requires grad, and programs do not differentiate yet\n"
-        "help: call it under torch.no_grad() or torch.inference_mode()"
-    )
-    with torch.no_grad():
-        assert f(x).tolist() == [2, 2]
+    def inner(x):
+        return torch.tanh(x) * x.detach()
+
+    def f(x, y, n):
+        with torch.no_grad():
+            scale = x.sum() + weight.sum()
+        z = nested(x @ weight) * scale if decorated else inner(x @ weight) * scale
+        top = torch.topk(z, 1)
+        return z[:, 0], z.t() + y, top.indices, n, y
+
+    nested = iris.spmd(inner)
+    program = iris.spmd(f)
+    for seed in range(3):
+        grads = []
+        for decorated in (False, True):
+            torch.manual_seed(seed)
+            x, y = torch.randn(4, 3, requires_grad=True), torch.randn(2, 4, requires_grad=True)
+            weight.grad = None
+            first, second, indices, n, same = (program if decorated else f)(x, y, 7)
+            assert (indices.requires_grad, n, same is y) == (False, 7, True)
+            (first.sum() + (second * second).sum() + same.sum()).backward()
+            grads += [(x.grad, y.grad, weight.grad)]
+        for one, other in zip(*grads, strict=True):
+            torch.testing.assert_close(one, other)
+    assert traced(program) == 1
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            out = times(program, x, y, 7)
+            assert not out[0].requires_grad
+            torch.testing.assert_close(out[1], second.detach())
 
 
 def test_calls_that_do_not_fit_the_signature():
