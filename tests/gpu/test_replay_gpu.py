@@ -423,6 +423,10 @@ def _fault(kind, folder):
         iris.synchronize()
     except iris.IrisError as error:
         text = f"{type(error).__name__}: {error}"
+        if isinstance(error, iris.CollectiveMismatchError):
+            ctx.reset()
+            for _ in range(3):
+                assert torch.equal(g(x), torch.full((12, 4), 2.0, device=device))
     seconds = time.monotonic() - started
     if not (last and kind == "skips a call"):
         Path(folder, f"rank{rank}").write_text(f"{seconds:.1f}\n{text}")
