@@ -53,11 +53,14 @@ def run_noticing(
     executable: Executable, inputs: Sequence[Any], on_host: Iterable[int]
 ) -> tuple[tuple[Any, ...], dict[int, str]]:
     """Run the plan on a GPU: its result, and the steps not ``on_host`` that wait for the GPU."""
-    known, found = set(on_host), {}
+    known: set[int] = {i for i, step in enumerate(executable.steps) if step.once}.union(on_host)
+    found: dict[int, str] = {}
     mode = torch.cuda.get_sync_debug_mode()
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
 
     def step(number: int, run: Callable[[], None]) -> None:
         torch.cuda.set_sync_debug_mode(mode if number in known else "error")
+        drawn = generator.get_offset()
         try:
             run()
         except RuntimeError as error:
@@ -65,6 +68,7 @@ def run_noticing(
                 raise
             found[number] = "waits for the GPU on the host"
             torch.cuda.set_sync_debug_mode(mode)
+            generator.set_offset(drawn)  # the numbers that it drew before it waited
             run()
 
     with warnings.catch_warnings():

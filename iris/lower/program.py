@@ -32,6 +32,7 @@ class Step:
     """One line of the plan: it makes some values of others.
 
     ``device`` is where, if the line says so. ``on_host`` says why the host takes part in it.
+    ``once`` is for communication, which peers take part in.
     """
 
     text: str
@@ -40,6 +41,7 @@ class Step:
     loc: str
     device: str = ""
     on_host: str = ""
+    once: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ class _Writer:
         results = results_of(match)
         targets = "".join(f"{_variable(result)}, " for result in results)
         text = f"{targets}= {name}({', '.join(map(_variable, operands))})"
-        return Step(text, operands, results, node.loc)
+        return Step(text, operands, results, node.loc, once=True)
 
     def _step(self, node: Node) -> Step:
         targets = ", ".join(_variable(value.name) for value in node.outputs)
@@ -210,6 +212,7 @@ class _Writer:
             node.loc,
             str(getattr(device, "text", "")),
             on_host,
+            node.op in MAKERS,
         )
 
     def _call(self, node: Node) -> tuple[str, str]:
