@@ -9,7 +9,7 @@ nothing, and may be captured.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -40,7 +40,7 @@ class DeviceBarrier:
         self._ctx = ctx
         self._group = group
         self._what = f"device_barrier of ranks {', '.join(map(str, group.ranks))}"
-        self._stage = ctx.watch.stage(self._what, range(ctx.num_ranks))
+        self._stage = ctx.watch.stage(self._what, range(ctx.num_ranks), self)
         # A flag has to have one holder in the warp (see target.py), which on AMD is 64 wide.
         least = 64 if torch.version.hip else 32
         self._lanes = max(least, 1 << (ctx.num_ranks - 1).bit_length())
@@ -88,6 +88,11 @@ class DeviceBarrier:
             LANES=self._lanes,
             num_warps=1,
         )
+
+    def late(self, epoch: int, read: "Callable[[torch.Tensor], list[int]]") -> dict[int, int]:
+        """The members that have not come to barrier ``epoch``, and where they are."""
+        flags = read(self._ctx.watch.flags[self.row])
+        return {r: flags[r] for r in self._group.ranks if 0 < (epoch - flags[r]) % 2**32 < 2**31}
 
     def restart(self, epoch: int) -> None:
         """Set this rank's flags, so that the next barrier is number ``epoch + 1``; for tests.

@@ -38,9 +38,7 @@ TELL = tl.constexpr(watch.TELL)
 SLOW = tl.constexpr(watch.SLOW)
 LOOKS = tl.constexpr(watch.LOOKS)
 TOLD_STAGE = tl.constexpr(watch.TOLD_STAGE)
-COUNT = tl.constexpr(watch.COUNT)
-FLAGS = tl.constexpr(watch.FLAGS)
-LANES = tl.constexpr(watch.LANES)
+TOLD_EPOCH = tl.constexpr(watch.TOLD_EPOCH)
 
 
 @device_function
@@ -89,7 +87,7 @@ def wait(ptr, epoch, record, stage=0, peer=-1, mask=None):
             )
             was_clear = tl.where(state == 0, 1, was_clear)
             if now - since > tl.load(record + SLOW):
-                _tell_slow(record, stage, peer, epoch, seen, mask, polls)
+                _tell_slow(record, stage, epoch, polls)
         # Of a wait that is over, what was missing is kept, though it may come now.
         seen = tl.where(state == 0, load_acquire(ptr, mask), seen)
     if (state == claim) & (was_clear != 0):  # claimed now, not by an earlier wait of this program
@@ -155,24 +153,14 @@ def _write(record, stage, peer, epoch, seen, mask):
 
 
 @device_function
-def _tell_slow(record, stage, peer, epoch, seen, mask, polls):
-    """Write down for the host, in its own memory, what this wait is for and how far that is."""
+def _tell_slow(record, stage, epoch, polls):
+    """Write down for the host, in its own memory, what this wait is for.
+
+    Scalars only: a block of flags would be kept in registers through the loop of a product.
+    """
     tell = tl.cast(tl.load(record + TELL), tl.pointer_type(tl.int64))
-    reached = tl.cast(seen, tl.int64)
-    expected = tl.where(_short(seen, epoch, mask), tl.cast(epoch, tl.int64), reached)
-    if seen.type.is_block():
-        lanes = places(seen)
-        there = tell + FLAGS + lanes
-        tl.store(there, tl.cast(peer, tl.int64) + reached - reached, mask=lanes < LANES)
-        tl.store(there + LANES, expected, mask=lanes < LANES)
-        tl.store(there + 2 * LANES, reached, mask=lanes < LANES)
-        tl.store(tell + COUNT, tl.cast(seen.shape[0], tl.int64))
-    else:
-        tl.store(tell + FLAGS, tl.cast(peer, tl.int64))
-        tl.store(tell + FLAGS + LANES, expected)
-        tl.store(tell + FLAGS + 2 * LANES, reached)
-        tl.store(tell + COUNT, tl.cast(1, tl.int64))
     tl.store(tell + TOLD_STAGE, tl.cast(stage, tl.int64))
+    tl.store(tell + TOLD_EPOCH, tl.cast(epoch, tl.int64))
     tl.store(tell + LOOKS, tl.cast(polls, tl.int64))
 
 

@@ -10,12 +10,13 @@ copy or a synchronisation while all is well. The state stays, for after a lost w
 out of step, until all ranks reset theirs together.
 
 A wait that lasts longer than ``SLOW`` says so from then on, look by look, in host memory at
-``TELL``: a count of looks, the stage, and for each flag the peer, the epoch and what it is at.
+``TELL``: a count of looks, the stage, and the epoch. The host reads the flags to see who is late.
 """
 
 import zlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -41,15 +42,19 @@ TELL = 9  # address of this rank's TOLD words of host memory
 SLOW = 10  # nanoseconds from which a wait tells
 PEERS = 11  # address of every rank's record, as mapped here
 
-# At TELL: raised (on GPUs), looks, stage, flags in the wait; then for each flag, LANES apart, the
-# peer, the epoch expected, and the one seen.
-LOOKS, TOLD_STAGE, COUNT, FLAGS = 1, 2, 3, 4
-LANES = 64
-TOLD = FLAGS + 3 * LANES
+# At TELL: raised (on GPUs), looks, stage, epoch.
+LOOKS, TOLD_STAGE, TOLD_EPOCH, TOLD = 1, 2, 3, 4
 
 # After the addresses: the flags of barriers, int32[SLOTS + GROUPS, world]. Rank r writes column r.
 SLOTS = 64  # rows of DeviceContext.barrier
 GROUPS = 192  # rows of device_barrier, one a group
+
+
+class Waiting(Protocol):
+    """What has flags that its kernels wait for."""
+
+    def late(self, epoch: int, read: "Callable[[Tensor], list[int]]") -> dict[int, int]:
+        """The ranks that have not come to ``epoch``, and where they are."""
 
 
 class Watch:
@@ -69,6 +74,7 @@ class Watch:
         self._told = told.numpy()
         self._raised = self._told if record.is_cuda else record.numpy()
         self._looks = 0
+        self.flags_of: WeakValueDictionary[int, Waiting] = WeakValueDictionary()
         self._rank = rank
         self.stages: dict[int, tuple[str, tuple[int, ...]]] = {}  # by number
         self.board = board
@@ -111,26 +117,37 @@ class Watch:
         if self._stream is None:
             self._raised = self.record.numpy()
 
-    def stage(self, what: str, ranks: Sequence[int]) -> int:
-        """Return the number, equal on all ranks, of waits in ``what`` among ``ranks``."""
+    def stage(self, what: str, ranks: Sequence[int], waiting: "Waiting | None" = None) -> int:
+        """Return the number, equal on all ranks, of waits in ``what`` among ``ranks``.
+
+        ``waiting`` can tell who is late; it is not kept alive.
+        """
         number = zlib.crc32(f"{what}{tuple(ranks)}".encode()) >> 1
         self.stages[number] = (what, tuple(ranks))
+        if waiting is not None:
+            self.flags_of[number] = waiting
         return number
 
     def slow_wait(self) -> str:
         """Say what a kernel of this rank waits for, if one is slow; "" if none told since."""
-        looks, number, count = self._told[LOOKS : COUNT + 1].tolist()
+        looks, number, epoch = self._told[LOOKS:TOLD].tolist()
         if looks == self._looks:
             return ""
         self._looks = looks
-        what, ranks = self.stages.get(number, _UNKNOWN)
-        lanes = self._told[FLAGS:].reshape(3, LANES)[:, :count].T.tolist()
-        late = [
-            f"{_name(ranks, peer)} (epoch expected {epoch}, seen {seen})"
-            for peer, epoch, seen in lanes
-            if 0 < (epoch - seen) % 2**32 < 2**31
+        what, _ = self.stages.get(number, _UNKNOWN)
+        waiting = self.flags_of.get(number)
+        late = {} if waiting is None else waiting.late(epoch, self._read)
+        ranks = [
+            f"rank {rank} (epoch expected {epoch}, seen {seen})" for rank, seen in late.items()
         ]
-        return f"waits in {what}, for {', '.join(late)}" if late else f"waits in {what}"
+        return f"waits in {what}, for {', '.join(ranks) or f'epoch {epoch}'}"
+
+    def _read(self, x: Tensor) -> list[int]:
+        """Values of ``x`` now, while kernels run."""
+        if self._stream is None:
+            return x.tolist()
+        with torch.cuda.stream(self._stream):
+            return x.cpu().tolist()
 
     def renew(self) -> None:
         """Forget a lost wait, and set barrier flags back, when no rank is in any wait."""

@@ -260,7 +260,7 @@ class AllGatherMatmul(Stage):
         self.ld = round_up(max(1, self.K), 16)
         half = self.M * self.ld * dtype.itemsize
         what = f"all_gather_matmul of [{self.M}, {self.K}]"
-        self.workspace = Workspace(ctx, group, half, group.size, what)
+        self.workspace = Workspace(ctx, group, half, (1,), what)
         self.shard = shard_rows(self.K if T.by_columns else self.M, group.size)
         first_row = 0 if T.by_columns else group.index * self.shard
         self.queues = _queues(ctx, group) if T.engine else None

@@ -161,7 +161,7 @@ class AllReduceNorm(Stage):
         dtypes = TRITON_DTYPES[dtype], TRITON_DTYPES[summed_dtype or dtype]
         R = Rows(W, max(2, triton.next_power_of_2(W)), 1, columns, *dtypes)
         half = W * M * round_up(N, 16) * dtype.itemsize
-        workspace = Workspace(ctx, group, half, W * M, f"all_reduce_norm of [{M}, {N}]")
+        workspace = Workspace(ctx, group, half, (M,), f"all_reduce_norm of [{M}, {N}]")
         return cls(group, workspace, (M, N), R, eps, after)
 
     def arguments(

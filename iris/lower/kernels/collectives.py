@@ -97,7 +97,7 @@ class Exchange(Stage):
         self.half = round_up(max(1, numel), 256)
         self.half_sums = round_up(self.share, 256) if two_shot else 0
         self.workspace = Workspace(
-            ctx, group, (self.half + self.half_sums) * itemsize, 2 * group.size, what
+            ctx, group, (self.half + self.half_sums) * itemsize, (1, 1), what
         )
         self.sums = self.workspace.staging + 2 * self.half * itemsize
 

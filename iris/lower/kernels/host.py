@@ -1,7 +1,7 @@
 """What every stage has on the host: symmetric workspace, operands for kernels, the schedule."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -124,11 +124,14 @@ class Workspace:
     """Symmetric staging (two halves of ``half`` bytes) and flags of a stage; its local counters.
 
     ``staging`` and ``flags`` are int64[size]: where every member's are, as addressed from this
-    process.
+    process. ``flags`` is how many each member writes in a run, for every run of them.
     """
 
-    def __init__(self, ctx: Any, group: GroupLike, half: int, flags: int, what: str) -> None:
-        flag_bytes = round_up(max(1, 4 * flags), 256)
+    def __init__(
+        self, ctx: Any, group: GroupLike, half: int, flags: Sequence[int], what: str
+    ) -> None:
+        self._runs = flags
+        flag_bytes = round_up(max(1, 4 * group.size * sum(flags)), 256)
         self.half = round_up(max(1, half), 256)
         self.block = ctx.heap.allocate(flag_bytes + 2 * self.half, group)
         self.counters = [self.block.tensor[:flag_bytes]]  # that begin at 0
@@ -152,6 +155,13 @@ class Workspace:
         for counter in self.counters:
             counter.zero_()
 
+    def late(self, epoch: int, read: Callable[[Tensor], list[int]]) -> dict[int, int]:
+        """The ranks of whose flags one is an epoch behind, and where that is."""
+        words = iter(read(self.counters[0].view(torch.int32)))
+        writers = (rank for run in self._runs for rank in self._ranks for _ in range(run))
+        flags = zip(writers, words, strict=False)
+        return {rank: word for rank, word in flags if (epoch - word) % 2**32 == 1}
+
     @property
     def watch(self) -> tuple[Tensor, int, Tensor | None]:
         """What waits and events take: the rank's record, this stage's number, the trace fields.
@@ -163,7 +173,7 @@ class Workspace:
 
     def named(self, what: str, title: str) -> None:
         """Call this ``what`` in errors, alike on all ranks, and ``title`` in timelines."""
-        self._number: int = self._ctx.watch.stage(what, self._ranks)
+        self._number: int = self._ctx.watch.stage(what, self._ranks, self)
         self._ctx.tracing.titles[self._number] = title
 
 

@@ -88,7 +88,7 @@ class MatmulAllGather(ProductStage):
         high = min(T.block_m, max(1, config.copy // 2 // T.block_n))
         T = T.staged(problem.part, high, T.block_n)
         T = T.with_modes(announced=True, meet=problem.someone_idle)
-        flags = members * (1 + tiles_of(problem.shard, problem.N, T))
+        flags = 1, tiles_of(problem.shard, problem.N, T)
         m = rows_of(problem.M, members, problem.group.index)
         return Layout(T, T.block_m, problem.M * problem.row_bytes, flags, 0, 0, m)
 

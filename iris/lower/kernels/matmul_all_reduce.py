@@ -165,10 +165,10 @@ class MatmulAllReduce(ProductStage):
             one_shot=one_shot, awaited=not one_shot, announced=True, norm=cls.NORMS[norm]
         )
         parts = W * (M if one_shot else shard) * problem.row_bytes
-        flags = W * (1 + tiles_of(M, N, T))
+        flags: tuple[int, ...] = (1, tiles_of(M, N, T))
         if one_shot:
             return Layout(T, run, parts, flags, parts, 0, M)
-        flags += W * -(-shard // run) * -(-N // T.columns)
+        flags += (-(-shard // run) * -(-N // T.columns),)
         half = parts + W * shard * problem.row_bytes
         return Layout(T, run, half, flags, parts, problem.first_row_after, M)
 

@@ -94,5 +94,5 @@ class MatmulReduceScatter(ProductStage):
         T = T.with_modes(announced=True, meet=problem.someone_idle)
         members = problem.group.size
         half = members * problem.shard * problem.row_bytes
-        flags = members * (1 + tiles_of(problem.M, problem.N, T))
+        flags = 1, tiles_of(problem.M, problem.N, T)
         return Layout(T, run, half, flags, 0, problem.first_row_after, problem.M)

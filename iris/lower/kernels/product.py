@@ -62,13 +62,13 @@ class Problem:
 @dataclass(frozen=True)
 class Layout:
     """How a stage lays a problem out: its tiling, rows summed or copied after one wait, bytes of a
-    half of its staging, of which ``parts`` come before the sums, and how many flags.
+    half of its staging, of which ``parts`` come before the sums, and how many flags of each member.
     """
 
     T: Tiling
     run: int
     half: int
-    flags: int
+    flags: tuple[int, ...]
     parts: int = 0
     first_row: int = 0
     tile_rows: int = 0
