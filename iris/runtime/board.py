@@ -29,7 +29,8 @@ CALLS = 1024  # so many calls back a member is known: more launches do not wait 
 _SLOT_BYTES = 64 + 2 * _HALF_BYTES + 8 * CALLS
 
 OPEN, CLOSED, FAILED, LOST = range(4)  # LOST: gave up waiting, and may be reset
-RESETS, SLOW = 0, 1  # words of a page: `Iris.reset` calls so far; found slow by its watchdog
+# Words of a page: `Iris.reset` calls so far; found slow by its watchdog; which logged that.
+RESETS, SLOW, TOLD = 0, 1, 2
 _STATUS_BYTES = 2048
 _ORDERED_STORES = platform.machine() in ("x86_64", "AMD64")
 
@@ -92,7 +93,7 @@ class Page:
         view = memoryview(segment.memory)
         self._state = view[:16].cast("Q")  # state, number of slots in use
         self._keys = view[64 : 64 + 8 * SLOTS].cast("Q")
-        self.words = view[16:32].cast("q")
+        self.words = view[16:40].cast("q")
         self._status = view[64 + 8 * SLOTS : 64 + 8 * SLOTS + _STATUS_BYTES]
         self._message = view[_HEADER_BYTES - _MESSAGE_BYTES : _HEADER_BYTES]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from iris import config
 from iris.logging import logger
-from iris.runtime.board import SLOW, Board
+from iris.runtime.board import SLOW, TOLD, Board
 from iris.runtime.callsite import user_line
 
 if TYPE_CHECKING:
@@ -70,10 +70,12 @@ class Watchdog:
         )
         was_slow, page.words[SLOW] = page.words[SLOW], slow
         if not slow:
-            self._told = False
+            self._told = page.words[TOLD] = False
         elif was_slow and not self._told:  # by now all threads have seen the same
             self._told = True
-            if not any(self._board.pages[rank].words[SLOW] for rank in range(self._board.rank)):
+            peers = self._board.pages.items()
+            if not any(p.words[TOLD] or (p.words[SLOW] and r < self._board.rank) for r, p in peers):
+                page.words[TOLD] = True
                 self._report()
 
     def _report(self) -> None:
