@@ -136,15 +136,16 @@ class _Reader:
         self.take("(")
         args: list[Arg] = []
         attrs: list[tuple[str, Arg]] = []
-        while self.peek()[1] != ")":
+
+        def argument() -> None:
             if self.peek()[0] == "word" and self.peek(1)[1] == "=":
                 key = self.take("word")
                 self.take("=")
                 attrs.append((key, self.arg()))
             else:
                 args.append(self.arg())
-            if self.peek()[1] != ")":
-                self.take(",")
+
+        self._listed(")", argument)
         self.take(")")
         if body:
             self.take(":")
@@ -153,20 +154,21 @@ class _Reader:
 
     def values(self, stop: str) -> tuple[Value, ...]:
         """``%x: type, %y: type`` up to ``stop``."""
-        found = []
-        while self.peek()[1] != stop:
-            name = self.take("ref")[1:]
-            self.take(":")
-            found.append(Value(name, parse_type(self.take("type"))))
-            if self.peek()[1] != stop:
-                self.take(",")
-        return tuple(found)
+        return self._listed(stop, self._value)
 
     def args(self, stop: str) -> tuple[Arg, ...]:
         """Arguments up to ``stop``."""
+        return self._listed(stop, self.arg)
+
+    def _value(self) -> Value:
+        name = self.take("ref")[1:]
+        self.take(":")
+        return Value(name, parse_type(self.take("type")))
+
+    def _listed(self, stop: str, read: Callable[[], T]) -> tuple[T, ...]:
         found = []
         while self.peek()[1] != stop:
-            found.append(self.arg())
+            found.append(read())
             if self.peek()[1] != stop:
                 self.take(",")
         return tuple(found)

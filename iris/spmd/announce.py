@@ -26,10 +26,7 @@ def _leave_alone(rules: Any) -> None:
         rules.add(name)
 
 
-WAITING = {
-    "torch._dynamo.backends.registry": _enter,
-    "torch._dynamo.trace_rules": _leave_alone,
-}
+WAITING = {"torch._dynamo.backends.registry": _enter, "torch._dynamo.trace_rules": _leave_alone}
 
 
 class _Announcer(MetaPathFinder):

@@ -40,8 +40,7 @@ class Arguments:
         }
         if len(placed) > 1:
             raise SpecError(
-                f"{self.name}: DTensors on {len(placed)} meshes",
-                help="place them on one mesh",
+                f"{self.name}: DTensors on {len(placed)} meshes", help="place them on one mesh"
             )
         if placed:
             return ProgramMesh.of(placed.pop())

@@ -147,10 +147,7 @@ RULES: dict[str, Callable[[Any, Sequence[Any]], bool]] = {
     **dict.fromkeys(("_softmax", "_log_softmax", "mean", "sum", "amax", "amin"), _reduction),
     **dict.fromkeys(("_fused_rms_norm", "native_layer_norm"), _norm),
     **dict.fromkeys(
-        (
-            "_scaled_dot_product_flash_attention_for_cpu",
-            "_scaled_dot_product_flash_attention",
-        ),
+        ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"),
         _attention,
     ),
 }

@@ -53,9 +53,7 @@ _reduce_scatter = _define(
     lambda x, axis, dim, op, size: _resized(x, dim, size),
 )
 _all_reduce = _define(
-    "all_reduce",
-    "(Tensor x, str axis, str op) -> Tensor",
-    lambda x, axis, op: x.new_empty(x.shape),
+    "all_reduce", "(Tensor x, str axis, str op) -> Tensor", lambda x, axis, op: x.new_empty(x.shape)
 )
 _all_to_all = _define(
     "all_to_all",

@@ -24,8 +24,23 @@ class Row:
     choice: Choice
 
 
+class Shown:
+    """Tables that are text in a terminal and HTML in a notebook."""
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
+        console.print(self)
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+    def _repr_html_(self) -> str:
+        console = Console(file=io.StringIO(), width=WIDTH, record=True)
+        console.print(self)
+        return console.export_html(inline_styles=True)
+
+
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(Shown):
     """What ``f.explain(...)`` returns: text in a terminal, a table in a notebook."""
 
     name: str
@@ -61,17 +76,6 @@ class Explanation:
             yield self._list("not fused", "collective", self.unfused)
         if self.outside:
             yield self._list("outside the CUDA graph", "step", self.outside)
-
-    def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
-        console.print(self)
-        assert isinstance(console.file, io.StringIO)
-        return console.file.getvalue()
-
-    def _repr_html_(self) -> str:
-        console = Console(file=io.StringIO(), width=WIDTH, record=True)
-        console.print(self)
-        return console.export_html(inline_styles=True)
 
 
 def explain(

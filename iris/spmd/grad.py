@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from iris.errors import UnsupportedError
 from iris.graph.nodes import Ref, Value
-from iris.graph.ops import Effect, effects
+from iris.graph.ops import Effect, effects, group_size
 from iris.graph.types import TensorType
 from iris.lower.dtypes import dtype_name
 from iris.spmd.context import TraceContext, trace_scope, tracing
@@ -37,9 +37,7 @@ OPS = torch.ops.iris
 
 
 def _size(axis: str) -> int:
-    trace = tracing()
-    assert trace is not None
-    mesh, axes = trace.bind(tuple(axis.split(",")))
+    mesh, axes = tracing().bind(tuple(axis.split(",")))  # type: ignore[union-attr]
     return mesh.size(axes)
 
 
@@ -57,11 +55,8 @@ def _of_reduce_scatter(g: Tensor, x: Tensor, axis: str, dim: int, op: str, size:
 def _of_all_to_all(
     g: Tensor, x: Tensor, axis: str, split: int, concat: int, kept: int, size: int
 ) -> Tensor:
-    even = split == concat or (x.shape[split], size) == (
-        kept * _size(axis),
-        x.shape[concat] * _size(axis),
-    )
-    if not even:
+    ranks = _size(axis)
+    if split != concat and (x.shape[split], size) != (kept * ranks, x.shape[concat] * ranks):
         raise UnsupportedError(
             "all_to_all of uneven pieces has no gradient", help="pad both dims to divide"
         )
@@ -231,6 +226,11 @@ class _Joint:
         self.plain, self.context, self.mesh = plain, context, plain.mesh.shape
         self.recorder = context.recorder = Recorder(mode, fakes[0].device.type)
         self.graph = self.recorder.graph
+        self._whole = {  # by number of a result: axes over which it is the same on all ranks
+            out.item: self._axes(plain.graph.types[arg.name])
+            for arg, out in zip(plain.graph.outputs, plain.outputs, strict=True)
+            if out.kind == "value" and isinstance(arg, Ref)
+        }
         for tensor in fakes:
             self._input(tensor)
         self.inputs = [self.recorder.node_of(tensor) for tensor in fakes]
@@ -294,7 +294,7 @@ class _Joint:
                 empty = torch.empty(value.shape, dtype=value.dtype, device="meta")
                 cotangents.append(ct := FakeTensor(mode, empty, value.device))
             self._input(ct)
-            ranks = self._ranks(self._same(self.plain.graph.outputs, i))
+            ranks = group_size(self.mesh, self._whole[i])
             shares.append(ct * (1 / ranks) if ranks > 1 else ct)
         self.cotangents = [self.recorder.node_of(ct) for ct in cotangents]
         grads: Any = torch.autograd.grad(
@@ -313,27 +313,13 @@ class _Joint:
         """Axes over which a value of this type is the same on all ranks."""
         return tuple(axis for axis in self.mesh.names if type_.replicated_over(axis))
 
-    def _same(self, outputs: Sequence[Any], result: int) -> tuple[str, ...]:
-        refs = [
-            arg
-            for arg, out in zip(outputs, self.plain.outputs, strict=False)
-            if out.kind == "value" and out.item == result
-        ]
-        return self._axes(self.plain.graph.types[refs[0].name]) if isinstance(refs[0], Ref) else ()
-
-    def _ranks(self, axes: Sequence[str]) -> int:
-        ranks = 1
-        for axis in axes:
-            ranks *= self.mesh.size(axis)
-        return ranks
-
     def _sum_what_is_alike(self) -> None:
         """``all_reduce(x) => x * ranks`` where ranks are known to have the same ``x``."""
         alike: dict[Node, set[str]] = {}
         for node, value in zip(self.inputs, self.plain.graph.inputs, strict=True):
             alike[node] = set(self._axes(value.type))
         for node, i in zip(self.cotangents, self.given, strict=True):
-            alike[node] = set(self._same(self.plain.graph.outputs, i))
+            alike[node] = set(self._whole[i])
         for node in list(self.graph.nodes):
             if node.op != "call_function":
                 continue
@@ -346,7 +332,7 @@ class _Joint:
                 gathers = (OPS.all_reduce.default, OPS.all_gather.default, OPS.broadcast.default)
                 if target is OPS.all_reduce.default and axes <= own and node.args[2] == "sum":
                     with self.graph.inserting_before(node):
-                        args = (node.args[0], self._ranks(sorted(axes)))
+                        args = (node.args[0], group_size(self.mesh, axes))
                         product = self.graph.call_function(torch.ops.aten.mul.Tensor, args)
                     product.meta = dict(node.meta)
                     node.replace_all_uses_with(product)

@@ -268,11 +268,7 @@ class LocalMesh(Controller):
         return now
 
     def _prepare(
-        self,
-        function: SpmdFunction,
-        instance: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, function: SpmdFunction, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[_Entry, _Signature, Bound]:
         """The entry and the signature of a call, made where they are new."""
         binder, _ = function._bindings(instance)
@@ -374,10 +370,7 @@ class LocalMesh(Controller):
         return tuple(self._arena.find(tensor) or 0 for tensor in tensors)
 
     def _results(
-        self,
-        function: SpmdFunction,
-        signature: _Signature,
-        answers: Sequence[Returned],
+        self, function: SpmdFunction, signature: _Signature, answers: Sequence[Returned]
     ) -> _Results:
         """Check what the ranks returned against the out-specs, and find the global types."""
         options, first, mesh = function._options, answers[0], signature.binding.mesh

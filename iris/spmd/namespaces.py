@@ -230,12 +230,7 @@ class Ccl(Namespace):
     """
 
     def all_gather(
-        self,
-        output: Tensor | None,
-        x: Tensor,
-        *,
-        dim: int = 0,
-        **call: Unpack[Call],
+        self, output: Tensor | None, x: Tensor, *, dim: int = 0, **call: Unpack[Call]
     ) -> Result:
         """``output = x of all ranks``, joined along ``dim``."""
         return self._run("all_gather", _all_gather, output, (x, dim), call)
@@ -253,12 +248,7 @@ class Ccl(Namespace):
         return self._run("reduce_scatter", _reduce_scatter, output, (x, dim, op), call)
 
     def all_reduce(
-        self,
-        output: Tensor | None,
-        x: Tensor,
-        *,
-        op: str = "sum",
-        **call: Unpack[Call],
+        self, output: Tensor | None, x: Tensor, *, op: str = "sum", **call: Unpack[Call]
     ) -> Result:
         """``output = sum (or avg, max, min) of x`` over ranks; may be ``x`` itself."""
         return self._run("all_reduce", _all_reduce, output, (x, op), call)

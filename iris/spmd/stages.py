@@ -22,11 +22,18 @@ class Signature:
 
 
 @dataclass(frozen=True)
-class Traced:
-    """A traced call: the graph as the user wrote it."""
-
+class _Staged:
     program: Program
     signature: Signature
+
+    def explain(self) -> Explanation:
+        """Which stages, which algorithm, and what was not fused, with the reason."""
+        program = self.program
+        return explain(program.graph, program.fused, program.choices, program.outside)
+
+
+class Traced(_Staged):
+    """A traced call: the graph as the user wrote it."""
 
     @property
     def graph(self) -> Graph:
@@ -42,12 +49,8 @@ class Traced:
         return Lowered(self.program, self.signature)
 
 
-@dataclass(frozen=True)
-class Lowered:
+class Lowered(_Staged):
     """A program in stages."""
-
-    program: Program
-    signature: Signature
 
     @property
     def graph(self) -> Graph:
@@ -62,23 +65,14 @@ class Lowered:
         """The Triton functions generated for fused stages, by stage and result; with your lines."""
         return generated(self.program.choices)
 
-    def explain(self) -> Explanation:
-        """Which stages, which algorithm, and what was not fused, with the reason."""
-        program = self.program
-        return explain(program.graph, program.fused, program.choices, program.outside)
-
     def compile(self) -> "Compiled":
         """Make the program runnable on this rank. Collective."""
         self.signature.prepare(self.program)
         return Compiled(self.program, self.signature)
 
 
-@dataclass(frozen=True)
-class Compiled:
+class Compiled(_Staged):
     """A program ready to run: call it with arguments of the signature it was traced for."""
-
-    program: Program
-    signature: Signature
 
     def as_text(self) -> str:
         """The plan that runs, as Python, with the user's lines."""
@@ -87,11 +81,6 @@ class Compiled:
     def memory(self) -> Memory:
         """Bytes a run needs: workspace on the heap, and values alive at once outside it."""
         return memory_of(self.program.fused, self.program.executable, dict(self.program.mesh.coord))
-
-    def explain(self) -> Explanation:
-        """See :meth:`Lowered.explain`."""
-        program = self.program
-        return explain(program.graph, program.fused, program.choices, program.outside)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run. SpecError for arguments of another structure, shape, dtype, stride or device."""

@@ -1,6 +1,5 @@
 """How many of a model's collectives were fused, and why the others were not."""
 
-import io
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -13,8 +12,7 @@ from rich.table import Table
 from iris.graph.nodes import walk
 from iris.graph.ops import COLLECTIVES
 from iris.graph.passes import fusion_report
-
-WIDTH = 120
+from iris.spmd.explain import Shown
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Alone:
 
 
 @dataclass(frozen=True)
-class Summary:
+class Summary(Shown):
     """What :func:`explain` returns: text in a terminal, tables in a notebook."""
 
     fused: tuple[Fused, ...]
@@ -63,12 +61,6 @@ class Summary:
                 what = f"{entry.count} {entry.collective}"
                 table.add_row(entry.program, what, entry.loc, entry.reason)
             yield table
-
-    def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
-        console.print(self)
-        assert isinstance(console.file, io.StringIO)
-        return console.file.getvalue()
 
 
 def explain(model: Any) -> Summary:

@@ -6,16 +6,7 @@ from typing import Any
 import numpy as np
 
 from iris.graph.nodes import Node
-from iris.graph.ops.base import (
-    Args,
-    Attrs,
-    Effect,
-    InferContext,
-    Locals,
-    Op,
-    PerRank,
-    Types,
-)
+from iris.graph.ops.base import Args, Attrs, Effect, InferContext, Locals, Op, PerRank, Types
 from iris.graph.ops.rules import Link, own_numbers, propagate, tensors
 from iris.graph.types import Mesh, TensorType
 

@@ -19,15 +19,7 @@ from iris.graph.ops.base import (
     register,
 )
 from iris.graph.ops.numerics import numpy_dtype
-from iris.graph.ops.rules import (
-    Link,
-    aligned,
-    at,
-    operand_names,
-    propagate,
-    refuse,
-    tensors,
-)
+from iris.graph.ops.rules import Link, aligned, at, operand_names, propagate, refuse, tensors
 from iris.graph.types import Mesh, TensorType
 
 # The product is linear in either operand, not in both at once.

@@ -7,16 +7,7 @@ import numpy as np
 
 from iris.graph.nodes import Node
 from iris.graph.ops import numerics as nm
-from iris.graph.ops.base import (
-    Args,
-    Attrs,
-    InferContext,
-    Local,
-    Locals,
-    Op,
-    PerRank,
-    Types,
-)
+from iris.graph.ops.base import Args, Attrs, InferContext, Local, Locals, Op, PerRank, Types
 from iris.graph.ops.rules import Linear, aligned, propagate
 from iris.graph.types import Mesh, TensorType
 

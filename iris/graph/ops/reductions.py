@@ -7,15 +7,7 @@ from typing import Any
 import numpy as np
 
 from iris.graph.nodes import Node
-from iris.graph.ops.base import (
-    Args,
-    Attrs,
-    InferContext,
-    Locals,
-    Op,
-    PerRank,
-    Types,
-)
+from iris.graph.ops.base import Args, Attrs, InferContext, Locals, Op, PerRank, Types
 from iris.graph.ops.numerics import numpy_dtype
 from iris.graph.ops.rules import Linear, Link, at, propagate, shape_dim, tensors
 from iris.graph.types import Mesh
