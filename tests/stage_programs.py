@@ -171,7 +171,7 @@ def operands(case, seed, exact, rank, world):
     extra = {
         "bias": [values(plain, seed + 70 + i, exact, n) for i in range(case.weights)],
         "residual": values(plain, seed + 80, exact, case.M, case.N),
-        "weight": values(plain, seed + 90, exact, case.N),
+        "weight": values(plain, seed + 90, exact, case.N).repeat_interleave(2)[::2],
     }
     scales = (torch.tensor(0.5), torch.tensor(4.0))
     layout = "rows" if case.batched else case.layout

@@ -151,6 +151,7 @@ class FusedCall:
     ) -> None:
         """Launch the kernel; ``scale`` is the weight of a norm."""
         match, dry = self.match, self.dry
+        scale = None if scale is None else scale.contiguous()
         if match.stage == "all_gather_matmul":
             kept = outs[-1] if match.gathered else None
             outs = outs[: len(match.early)]

@@ -3,21 +3,21 @@
 A *stage* is a class with ``create(ctx, group, **problem)``, collective, which allocates everything;
 ``stage(..., out=...)``, which only launches on the current stream: no allocation, no zeroing, no
 meeting on the host; and ``warm(...)``, with the same arguments, which compiles and loads the
-kernel and computes nothing. All ranks must have warmed a stage before any launches it: loading a
+kernel and computes nothing. Ranks may share out the compiling first: `host.Turns`. All ranks must have warmed a stage before any launches it: loading a
 module can block behind a kernel that waits for a peer. Every rank of the group launches a stage
 equally often.
 
 ============================  ==================================================================
-`all_gather_matmul`           ``epilogue(all_gather(x, 0) @ w)``, one to three weights; or a pair
+`all_gather_matmul`           ``epilogue[i](all_gather(x, 0 or 1) @ w[i])``; or a pair of weights
 `matmul_reduce_scatter`       ``after(reduce_scatter(epilogue(x @ w), 0))``
-`matmul_all_reduce`           ``after(all_reduce(x @ w))``, one-shot or two-shot
-`matmul_all_gather`           ``all_gather(epilogue(x @ w), 0)``
-`all_reduce_norm`             ``rms_norm(all_reduce(x) + residual)``, and the sum
+`matmul_all_reduce`           ``after(all_reduce(epilogue(x @ w)))`` in one or two steps; its norm
+`matmul_all_gather`           ``after(all_gather(epilogue(x @ w), 0))``
+`all_reduce_norm`             ``rms_norm(after(all_reduce(x)))``, and the sum
 `collectives`                 all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, ...
 ============================  ==================================================================
 
 Shapes may be any, shards follow torch.chunk (the last ones smaller or empty), operands have any
-strides. Dim 1 instead of dim 0 is the transposed problem: ``stage(w.T, x.T, out=out.T)``.
+strides. To scatter or send columns is the transposed problem: ``stage(w.T, x.T, out=out.T)``.
 
 Epilogues
 ---------
