@@ -2,10 +2,10 @@
 
 A *stage* is a class with ``create(ctx, group, **problem)``, collective, which allocates everything;
 ``stage(..., out=...)``, which only launches on the current stream: no allocation, no zeroing, no
-meeting on the host; and ``warm(...)``, with the same arguments, which compiles and loads the
-kernel and computes nothing. Ranks may share out the compiling first: `host.Turns`. All ranks must have warmed a stage before any launches it: loading a
-module can block behind a kernel that waits for a peer. Every rank of the group launches a stage
-equally often.
+meeting on the host; and ``warm(...)``, with the same arguments, which compiles and loads the kernel
+and computes nothing. Ranks may share out the compiling first (`host.Turns`). All ranks must have
+warmed a stage before any launches it: loading a module can block behind a kernel that waits for a
+peer. Every rank of the group launches a stage equally often.
 
 ============================  ==================================================================
 `all_gather_matmul`           ``epilogue[i](all_gather(x, 0 or 1) @ w[i])``; or a pair of weights
