@@ -65,6 +65,17 @@ def _memory(name: str, model: Decoder, shape: Shape, place: Place) -> Iterator[R
         yield Row("weights", {"model": name}, label, Time(*3 * (figure,)), unit="MB")
 
 
+def _peak(kind: str, point: dict[str, Any], model: Decoder, inputs: Inputs) -> Iterator[Row]:
+    """The most that was allocated beside the heap on any rank, and what of it was there before."""
+    held = nbytes(model) + (0 if inputs.past is None else inputs.past.nbytes)
+    for label, size in (
+        ("iris", torch.cuda.max_memory_allocated()),
+        ("weights and cache", held),
+    ):
+        figure = agreed([size / 1e6] * 2)
+        yield Row(f"memory beside the heap, {kind}", point, label, figure, unit="MB")
+
+
 def _point(
     kind: str,
     point: dict[str, Any],
@@ -84,7 +95,9 @@ def _point(
                 continue
             started = time.perf_counter()
             if name == "iris":
+                torch.cuda.reset_peak_memory_stats()
                 steps[name] = served(program(model, inputs), inputs.x, inputs)
+                yield from _peak(kind, point, model, inputs)
             else:
                 peer = Peer(model, place, name.partition(" ")[2], rows, shape.hidden)
                 steps[name] = captured(peer, inputs)

@@ -98,13 +98,16 @@ def _inference(by_rows, hidden, decorated):
     return counts(model)
 
 
-@pytest.mark.parametrize(("world", "hidden", "decorated"), [(2, 24, False), (3, 30, True)])
+@pytest.mark.parametrize(
+    ("world", "hidden", "decorated"),
+    [(2, 24, False), (2, 30, True), pytest.param(3, 30, False, marks=pytest.mark.slow)],
+)
 def test_a_block_of_whole_rows(ranks, world, hidden, decorated):
     for found in ranks(world).run(_inference, False, hidden, decorated):
         assert found == {("all_reduce", (("matmul_all_reduce", 1),), 1)}
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_block_by_rows(ranks, world):
     stages = {
         ("all_gather", (("all_gather_matmul", 2),), 3),  # the last joins columns of such a stage
@@ -170,6 +173,7 @@ def test_graph_breaks_and_functional_collectives(ranks):
     }
 
 
+@pytest.mark.slow
 def test_a_group_of_some_ranks_and_an_op_without_a_name(ranks):
     def run():
         ctx = iris.iris(1 << 22)
