@@ -94,7 +94,8 @@ def signature(function: Any, name: str) -> str:
         for part in found.parameters.values()
         if part.name not in ("self", "cls")
     ]
-    text = str(found.replace(parameters=own, return_annotation=bare(found.return_annotation)))
+    result = found.empty if inspect.isclass(function) else bare(found.return_annotation)
+    text = str(found.replace(parameters=own, return_annotation=result))
     if len(name + text) <= WIDTH:
         return name + text
     inside, _, after = text[1:].rpartition(")")
