@@ -138,7 +138,7 @@ class Compiler:
         mesh = context.mesh or ProgramMesh.world("world")
         importer = self._importer(context, mesh)
         importer.name = name
-        options = replace(self.options, name=name, alike=False)
+        options = replace(self.options, name=name, alike=False, outputs="fresh")
         graph = replace(importer.run(traced, inputs), alike=False)
         return self._planned(graph, traced, mesh, (), (), options)
 

@@ -26,7 +26,7 @@ from iris.graph.nodes import Ref, Value
 from iris.graph.ops import Effect, effects, group_size
 from iris.graph.types import TensorType
 from iris.lower.dtypes import dtype_name
-from iris.spmd.context import TraceContext, trace_scope, tracing
+from iris.spmd.context import TraceContext, trace_scope
 from iris.spmd.inlining import CALL
 from iris.spmd.program import Program, prepare
 from iris.spmd.recording import Recorder, fake
@@ -36,26 +36,22 @@ Node = torch.fx.Node
 OPS = torch.ops.iris
 
 
-def _size(axis: str) -> int:
-    mesh, axes = tracing().bind(tuple(axis.split(",")))  # type: ignore[union-attr]
-    return mesh.size(axes)
-
-
 def _is_sum(op: str, name: str) -> bool:
     if op not in ("sum", "avg"):
         raise UnsupportedError(f"{name} by {op} has no gradient", help="reduce by sum or avg")
     return op == "sum"
 
 
-def _of_reduce_scatter(g: Tensor, x: Tensor, axis: str, dim: int, op: str, size: int) -> Tensor:
+def _of_reduce_scatter(
+    g: Tensor, x: Tensor, ranks: int, axis: str, dim: int, op: str, size: int
+) -> Tensor:
     whole: Tensor = OPS.all_gather(g, axis, dim, x.shape[dim])
-    return whole if _is_sum(op, "reduce_scatter") else whole / _size(axis)
+    return whole if _is_sum(op, "reduce_scatter") else whole / ranks
 
 
 def _of_all_to_all(
-    g: Tensor, x: Tensor, axis: str, split: int, concat: int, kept: int, size: int
+    g: Tensor, x: Tensor, ranks: int, axis: str, split: int, concat: int, kept: int, size: int
 ) -> Tensor:
-    ranks = _size(axis)
     if split != concat and (x.shape[split], size) != (kept * ranks, x.shape[concat] * ranks):
         raise UnsupportedError(
             "all_to_all of uneven pieces has no gradient", help="pad both dims to divide"
@@ -63,13 +59,13 @@ def _of_all_to_all(
     return OPS.all_to_all(g, axis, concat, split, x.shape[concat], x.shape[split])  # type: ignore[no-any-return]
 
 
-def _of_broadcast(g: Tensor, x: Tensor, axis: str, src: int) -> Tensor:
+def _of_broadcast(g: Tensor, x: Tensor, ranks: int, axis: str, src: int) -> Tensor:
     total = OPS.all_reduce(g, axis, "sum")
     here = OPS.axis_index(axis, g.device) == src
     return torch.where(here, total, torch.zeros_like(total))
 
 
-def _of_ppermute(g: Tensor, x: Tensor, axis: str, perm: Sequence[int]) -> Tensor:
+def _of_ppermute(g: Tensor, x: Tensor, ranks: int, axis: str, perm: Sequence[int]) -> Tensor:
     """The pairs turned round; where a source sent to several, in as many rounds."""
     rounds: list[list[int]] = []
     for src, dst in zip(perm[::2], perm[1::2], strict=True):
@@ -81,32 +77,33 @@ def _of_ppermute(g: Tensor, x: Tensor, axis: str, perm: Sequence[int]) -> Tensor
 
 
 TRANSPOSES: dict[Any, Callable[..., Tensor]] = {
-    OPS.all_gather.default: lambda g, x, axis, dim, size: OPS.reduce_scatter(
+    OPS.all_gather.default: lambda g, x, ranks, axis, dim, size: OPS.reduce_scatter(
         g, axis, dim, "sum", x.shape[dim]
     ),
     OPS.reduce_scatter.default: _of_reduce_scatter,
-    OPS.all_reduce.default: lambda g, x, axis, op: OPS.all_reduce(
+    OPS.all_reduce.default: lambda g, x, ranks, axis, op: OPS.all_reduce(
         g, axis, "sum" if _is_sum(op, "all_reduce") else "avg"
     ),
     OPS.all_to_all.default: _of_all_to_all,
     OPS.broadcast.default: _of_broadcast,
     OPS.ppermute.default: _of_ppermute,
 }
-"""The gradient of a collective's operand from that of its result, the operand and the rest."""
+"""The gradient of a collective's operand, from that of its result, the operand, and the rest."""
 
 
 class _Collective(torch.autograd.Function):
     """One collective, with its transpose."""
 
     @staticmethod
-    def forward(ctx: Any, op: Any, x: Tensor, *rest: Any) -> Tensor:
-        ctx.op, ctx.rest, ctx.x = op, rest, x.detach()
+    def forward(ctx: Any, op: Any, ranks: int, x: Tensor, *rest: Any) -> Tensor:
+        ctx.op, ctx.ranks, ctx.rest, ctx.x = op, ranks, rest, x.detach()
         return op(x, *rest)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, TRANSPOSES[ctx.op](grad, ctx.x, *ctx.rest), *[None] * len(ctx.rest)
+        found = TRANSPOSES[ctx.op](grad, ctx.x, ctx.ranks, *ctx.rest)
+        return None, None, found, *[None] * len(ctx.rest)
 
 
 @dataclass(eq=False)
@@ -272,7 +269,8 @@ class _Joint:
         if target is CALL:
             return self._replay(self.context.calls[args[1]].traced.module, args[0])
         if target in TRANSPOSES:
-            return _Collective.apply(target, *args)  # type: ignore[no-untyped-call]
+            ranks = group_size(self.mesh, args[1].split(","))
+            return _Collective.apply(target, ranks, *args)  # type: ignore[no-untyped-call]
         space = getattr(target, "namespace", "aten")
         if space not in ("aten", "prims", "iris") and any(
             isinstance(arg, Tensor) and arg.requires_grad for arg in pytree.tree_leaves(args)
