@@ -235,7 +235,10 @@ class _Writer:
             name = self._callable("axis_index", fill)
             return f"{name}({index}, device={self._text(Token('device'))})", ""
         type_ = node.out.type if len(node.outputs) == 1 else None
-        name = self._callable(*torch_function(node.op, type_))
+        name, function = torch_function(node.op, type_)
+        if has_sizes(function):
+            function = _tensors_of(function, len(node.outputs))
+        name = self._callable(name, function)
         args = [self._text(arg) for arg in node.args]
         args += [f"{key}={self._text(arg)}" for key, arg in node.attrs]
         return f"{name}({', '.join(args)})", ""
@@ -283,8 +286,6 @@ def torch_function(op: str, type_: TensorType | None) -> tuple[str, Callable[...
     try:
         packet = getattr(getattr(torch.ops, space or "aten"), packet_name)
         function = getattr(packet, overload or "default")
-        if any(str(result.type) != "Tensor" for result in function._schema.returns[1:]):
-            function = _tensors_of(function)
     except AttributeError:
         raise UnsupportedError(
             f"this torch has no op {op!r}", help="trace the program with this version"
@@ -292,12 +293,22 @@ def torch_function(op: str, type_: TensorType | None) -> tuple[str, Callable[...
     return op.replace("::", "_").replace(".", "_"), function
 
 
-def _tensors_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` without the sizes among its results, as attention on GPUs has them."""
+def has_sizes(function: Any) -> bool:
+    """Whether an op returns numbers beside its first tensor, as attention on GPUs does."""
+    schema = getattr(function, "_schema", None)
+    return schema is not None and any(str(r.type) != "Tensor" for r in schema.returns[1:])
+
+
+def _tensors_of(function: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """``function`` with the first ``count`` tensors among its results; None for those it left out,
+    which depend on more than the metadata that was traced and are never read.
+    """
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> list[Tensor]:
-        return [value for value in function(*args, **kwargs) if isinstance(value, Tensor)]
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found: list[Tensor | None] = [v for v in function(*args, **kwargs) if isinstance(v, Tensor)]
+        found += [None] * (count - len(found))
+        return found[0] if count == 1 else found[:count]
 
     return call
 
