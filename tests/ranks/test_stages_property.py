@@ -118,7 +118,7 @@ def test_random_programs(ranks, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_random_programs(ranks, kind):
-    check_kind(ranks, kind, cases, 150)
+    check_kind(ranks, kind, cases, 60)
 
 
 @pytest.mark.parametrize("kind", ["gather", "scatter", "reduce", "send"])
