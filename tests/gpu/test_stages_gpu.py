@@ -5,6 +5,7 @@ import torch
 from stage_programs import FP8, Case, check
 
 import iris
+from iris.testing import small_integers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,3 +60,24 @@ def test_stages_in_programs(ranks, group, world):
             way = CASES[name].algorithm
             ways = {row[1] for row in rows}
             assert way in ways or (way == "fused" and ways & {"one-shot", "two-shot"}), (name, rows)
+
+
+def on_a_side_stream():
+    ctx = iris.iris(1 << 26)
+    side = torch.cuda.Stream()
+    for step in range(20):
+        A = [small_integers((40, 64), r, step, BF16).cuda() for r in range(ctx.num_ranks)]
+        B = [small_integers((64, 128), r, step + 50, BF16).cuda() for r in range(ctx.num_ranks)]
+        want = sum((a @ b).float() for a, b in zip(A, B, strict=True)).to(BF16)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            if step % ctx.num_ranks == ctx.cur_rank:
+                torch.cuda._sleep(500_000)
+            mine = A[ctx.cur_rank], B[ctx.cur_rank]
+            done = ctx.ops.matmul_all_reduce(None, *mine, async_op=True, config="one-shot")
+        assert torch.equal(done.wait(), want), step
+        side.synchronize()  # operands of this turn are not freed before they are read
+
+
+def test_a_handle_makes_a_stream_wait(ranks):
+    ranks(2).run(on_a_side_stream)
