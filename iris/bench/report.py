@@ -18,8 +18,11 @@ from rich.table import Table
 
 from iris.bench.timing import Row, Time
 
-# Not peers: what none can be faster than.
-FLOORS = ("gemm", "empty kernel", "copy", "bare replay")
+# Not peers: what none can be faster (or smaller) than, and what one rank does alone.
+FLOORS = (
+    "gemm", "empty kernel", "copy", "bare replay", "weights and cache", "even share",
+    "one rank, compiled",
+)  # fmt: skip
 
 
 def conditions(ranks: int, percent: int) -> dict[str, Any]:
@@ -54,9 +57,12 @@ def is_ours(name: str) -> bool:
 
 
 def points(rows: Iterable[Row]) -> list[tuple[str, dict[str, Any], dict[str, Row]]]:
-    """Rows by table and point, and there by contestant."""
-    groups = groupby(rows, lambda row: (row.table, row.point))
-    return [(table, point, {row.name: row for row in group}) for (table, point), group in groups]
+    """Rows by table and point, in the order in which they first came, and there by contestant."""
+    found: dict[str, dict[Any, tuple[str, dict[str, Any], dict[str, Row]]]] = {}
+    for row in rows:
+        table, key = found.setdefault(row.table, {}), tuple(row.point.items())
+        table.setdefault(key, (row.table, row.point, {}))[2][row.name] = row
+    return [item for table in found.values() for item in table.values()]
 
 
 def _fastest(point: dict[str, Row], ours: bool) -> float:
@@ -122,7 +128,8 @@ def plot(rows: Sequence[Row], about: dict[str, Any], path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    with_rows = [item for item in points(rows) if "M" in item[1]]
+    timed = (row for row in rows if row.unit == "µs")
+    with_rows = [item for item in points(timed) if "M" in item[1]]
     panels: dict[str, list[tuple[int, dict[str, Row]]]] = {}
     for table, point, contestants in with_rows:
         panels.setdefault(f"{table} {point.get('model', '')}", []).append((point["M"], contestants))
