@@ -29,6 +29,7 @@ from iris.spmd.importing import Importer
 from iris.spmd.mesh import ProgramMesh
 from iris.spmd.options import Options
 from iris.spmd.program import Program, generated
+from iris.spmd.recording import returned
 from iris.spmd.specs import Leaf, match
 from iris.spmd.tracing import Output, Traced, collector_paused, trace
 
@@ -132,9 +133,8 @@ class Compiler:
         self, name: str, module: Any, inputs: Sequence[Value], context: TraceContext
     ) -> Program:
         """One half of a differentiated program, over whatever shapes ranks have."""
-        (values,) = next(node for node in module.graph.nodes if node.op == "output").args
-        outputs = tuple(Output("value", i) for i in range(len(values)))
-        traced = Traced(module, outputs, pytree.tree_structure([*range(len(values))]))
+        outputs = tuple(Output("value", i) for i in range(len(returned(module.graph))))
+        traced = Traced(module, outputs, pytree.tree_structure([*outputs]))
         mesh = context.mesh or ProgramMesh.world("world")
         importer = self._importer(context, mesh)
         importer.name = name

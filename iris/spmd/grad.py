@@ -29,7 +29,7 @@ from iris.lower.dtypes import dtype_name
 from iris.spmd.context import TraceContext, trace_scope
 from iris.spmd.inlining import CALL
 from iris.spmd.program import Program, prepare
-from iris.spmd.recording import Recorder, fake
+from iris.spmd.recording import Recorder, fake, returned
 from iris.spmd.tracing import Traced
 
 Node = torch.fx.Node
@@ -124,14 +124,7 @@ class GradProgram(Program):
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         prepare(self)
         values = _Run.apply(self, *tensors, *self.captured)  # type: ignore[no-untyped-call]
-        leaves = [
-            values[out.item]
-            if out.kind == "value"
-            else tensors[out.item]
-            if out.kind == "input"
-            else out.item
-            for out in self.outputs
-        ]
+        leaves = [out.of(values, tensors) for out in self.outputs]
         return pytree.tree_unflatten(leaves, self.out_tree)
 
 
@@ -262,8 +255,7 @@ class _Joint:
                 self.recorder.loc = node.meta.get("loc", "")
                 with torch.set_grad_enabled(node.meta.get("grad", True)):
                     env[node] = self._call(node.target, args, kwargs)
-        (values,) = next(node for node in reversed(module.graph.nodes) if node.op == "output").args
-        return [env[value] for value in values]
+        return [env[value] for value in returned(module.graph)]
 
     def _call(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is CALL:

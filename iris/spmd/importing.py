@@ -18,6 +18,7 @@ from iris.lower.dtypes import dtype_name
 from iris.spmd import recognised
 from iris.spmd.context import TraceContext
 from iris.spmd.inlining import CALL
+from iris.spmd.recording import returned
 from iris.spmd.tracing import Output, Traced
 
 # Constants by a number of Python's, which may be a size of this rank's shard.
@@ -58,7 +59,7 @@ class Importer:
     def run(self, traced: Traced, inputs: Sequence[Value]) -> Graph:
         """The whole graph; ``inputs`` name and type the placeholders."""
         self.advance(traced.module, traced.module.graph, inputs)
-        values = self._results(traced.module.graph)
+        values = returned(traced.module.graph)
         outputs = tuple(self._output(output, values, inputs) for output in traced.outputs)
         writes = tuple(self.writes.items())
         return Graph(
@@ -87,10 +88,6 @@ class Importer:
         ref = self._env[node]
         assert isinstance(ref, Ref)
         return self._types[ref.name]
-
-    def _results(self, graph: torch.fx.Graph) -> Sequence[Any]:
-        (values,) = next(node for node in reversed(graph.nodes) if node.op == "output").args
-        return list(values)
 
     def _bind_input(self, node: Any, value: Value) -> None:
         self.inputs.append(value)
@@ -158,7 +155,7 @@ class Importer:
                 self._capture(inner, getattr(module, inner.target))
             elif inner.op == "call_function":
                 self._call(inner)
-        self._env[node] = tuple(self._env[value] for value in self._results(module.graph))
+        self._env[node] = tuple(self._env[value] for value in returned(module.graph))
 
     def _emit(
         self, op: str, args: tuple[Arg, ...], attrs: tuple[tuple[str, Arg], ...], node: Any

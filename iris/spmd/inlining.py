@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from iris.graph.types import TensorType
 from iris.spmd.binding import Binder, Bound
 from iris.spmd.context import TraceContext
+from iris.spmd.recording import returned
 from iris.spmd.tracing import Traced, is_traced, trace
 
 _LIBRARY = torch.library.Library("iris", "FRAGMENT")
@@ -57,9 +58,8 @@ def _results(inputs: Sequence[Tensor], number: int) -> list[Tensor]:
 
     context = tracing()
     assert context is not None
-    traced = context.calls[number].traced
-    values = next(node for node in traced.module.graph.nodes if node.op == "output").args[0]
-    fakes = [value.meta["val"] for value in values]
+    module = context.calls[number].traced.module
+    fakes = [value.meta["val"] for value in returned(module.graph)]
     return [
         torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
         for fake in fakes
@@ -85,14 +85,7 @@ def call_inline(
     if call is None:
         return fn(*args, **kwargs)
     results = CALL(bound.tensors, call.number)
-    leaves = [
-        results[out.item]
-        if out.kind == "value"
-        else bound.tensors[out.item]
-        if out.kind == "input"
-        else out.item
-        for out in call.traced.outputs
-    ]
+    leaves = [out.of(results, bound.tensors) for out in call.traced.outputs]
     return pytree.tree_unflatten(leaves, call.traced.out_tree)
 
 

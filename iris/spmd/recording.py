@@ -159,6 +159,11 @@ class Recorder(TorchDispatchMode):
                     self._note(item, part)
 
 
+def returned(graph: torch.fx.Graph) -> Any:
+    """What ``graph`` returns."""
+    return next(node for node in reversed(graph.nodes) if node.op == "output").args[0]
+
+
 def _metadata(result: Any) -> tuple[Any, list[Metadata]] | None:
     """The type of a container of tensors, or None of one tensor, and the metadata of each; None
     where that is not all there is to know of them.

@@ -35,6 +35,12 @@ class Output:
     kind: str  # "value" | "input" | "tensor" | "constant"
     item: Any  # index among traced values | index of the input | the tensor | the constant
 
+    def of(self, values: Sequence[Any], inputs: Sequence[Any]) -> Any:
+        """The leaf itself."""
+        if self.kind == "value":
+            return values[self.item]
+        return inputs[self.item] if self.kind == "input" else self.item
+
 
 @dataclass(frozen=True)
 class Traced:
