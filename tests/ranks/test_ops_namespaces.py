@@ -138,7 +138,7 @@ def _algorithms(rows, dtype):
     return True
 
 
-@pytest.mark.parametrize(("world", "rows"), [(4, 1), (4, 3), (2, 20)])
+@pytest.mark.parametrize(("world", "rows"), [(3, 1), (4, 3), (2, 20)])
 def test_every_way_with_fewer_rows_than_ranks(ranks, world, rows):
     # vllm-project/vllm#34412, ROCm/iris#21 (N is not whole tiles)
     assert all(ranks(world).run(_in_triton, _algorithms, rows, torch.bfloat16))
@@ -179,7 +179,7 @@ def _workspaces():
         (8, 32, torch.float32, None),
     ]
     after = []
-    for turn in range(24):  # each is a quarter of the heap and more: the last one's memory is freed
+    for turn in range(12):  # each is a quarter of the heap and more: the last one's memory is freed
         rows, columns, dtype, config = problems[turn % len(problems)]
         A = [small_integers((rows, 4), r, turn, dtype) for r in range(2)]
         B = [small_integers((4, columns), r, turn + 9, dtype) for r in range(2)]
