@@ -16,6 +16,7 @@ from iris import P
 from iris.device.context import DeviceContext
 from iris.lower.kernels import collectives
 from iris.lower.kernels.all_gather_matmul import AllGatherMatmul
+from iris.lower.kernels.all_reduce_norm import AllReduceNorm
 from iris.lower.kernels.config import GemmConfig
 from iris.lower.kernels.host import rows_of
 from iris.lower.kernels.matmul_all_gather import MatmulAllGather
@@ -95,9 +96,34 @@ def run_stages(kinds, M):
         ctx.check()
 
 
-@pytest.mark.parametrize(("world", "M"), [(2, 20), (3, 2), (4, 7)])
+@pytest.mark.parametrize(
+    ("world", "M"), [(2, 20), (3, 2), pytest.param(4, 7, marks=pytest.mark.slow)]
+)
 def test_stages_as_they_are_have_no_race(ranks, world, M):
     ranks(world).run(checked, run_stages, KINDS, M, timeout=100)
+
+
+def run_norms():
+    """What the stages above have none of: columns that are gathered, norms."""
+    ctx = iris.iris(1 << 21)
+    W, rank, rows = ctx.num_ranks, ctx.cur_rank, 20
+    options = {"M": rows, "K": K * W, "dtype": torch.float32, "config": SMALL}
+    gather = AllGatherMatmul.create(ctx, ctx.world, columns=[N], dim=1, **options)
+    reduce = MatmulAllReduce.create(ctx, ctx.world, N=N, one_shot=False, norm="plain", **options)
+    norm = AllReduceNorm.create(ctx, ctx.world, M=rows, N=N, dtype=torch.float32)
+    out = torch.empty(rows, N)
+    for call in range(CALLS):
+        if call == 1 and rank == 0:
+            time.sleep(0.02)
+        w = torch.full((K * W, N), float(call - rank))
+        gather(torch.full((rows, K), float(rank + call)), [w], out=[out])
+        reduce(torch.full((rows, K * W), 2.0), w, out=out, normed=torch.empty(rows, N), eps=1e-5)
+        norm(torch.full((rows, N), float(rank)), out=out)
+    ctx.check()
+
+
+def test_gathered_columns_and_norms_have_no_race(ranks):
+    ranks(2).run(checked, run_norms)
 
 
 def nothing(*args):
