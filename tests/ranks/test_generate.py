@@ -310,6 +310,19 @@ def test_a_folder_of_safetensors(folder, capfd):
     assert "the prompt has no tokens" in capfd.readouterr().out
 
 
+def test_a_chat_template_is_used_unless_the_prompt_is_raw(folder):
+    path, _ = folder
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = (
+        "{% for m in messages %}w1 {{ m['content'] }} w2 {% endfor %}"
+        "{% if add_generation_prompt %}w3{% endif %}"
+    )
+    tokenizer.save_pretrained(path)
+    _, encode = models.load(str(path))
+    assert encode("w7 w8") == [1, 7, 8, 2, 3]
+    assert encode("w7 w8", False) == [7, 8]
+
+
 def _spoken(pool, path, prompts, settings):
     """What every rank says; it is the same."""
     model, encode = models.load(str(path))
