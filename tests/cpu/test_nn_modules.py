@@ -102,6 +102,24 @@ def test_changes_one_after_the_other(block):
         check(block)
 
 
+@pytest.mark.parametrize("mode", [*MODES, torch.enable_grad], ids=["no grad", "inference", "grad"])
+def test_the_first_call_may_be_in_any_mode(mode):
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (nn.Linear(4, 4).requires_grad_(False) for _ in range(2))
+
+        def forward(self, x):
+            return iris.all_reduce(self.a(x) * self.b(x), "tp")
+
+    iris.iris(1 << 20)
+    module = iris.spmd(Product())
+    for _ in range(3):
+        with mode():
+            x = torch.randn(2, 4)
+            assert_close(module(x), module.a(x) * module.b(x))
+
+
 def test_same_dtype_again_is_not_traced_again():
     iris.iris(1 << 20)
     block = iris.spmd(Block())
