@@ -5,6 +5,7 @@ python -m iris.bench stages barrier --ranks 4 --models 8B --rows 64 2048
 
 import argparse
 import importlib
+import os
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     console = Console()
     args.shared = args.ranks > torch.cuda.device_count()
-    env = dict(ENV)
+    os.environ.update(ENV)  # ranks are forked from a process that has imported torch
+    env: dict[str, str] = {}
     if args.shared:
         env["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(share_of(args.ranks))

@@ -20,7 +20,6 @@ from iris.bench.peers import (
 from iris.bench.timing import Call, Row, rotated, time_graphs
 from iris.lower.kernels import collectives
 from iris.lower.kernels.all_gather_matmul import AllGatherMatmul
-from iris.lower.kernels.config import GemmConfig, narrow_config
 from iris.lower.kernels.host import rows_of, shard_rows
 from iris.lower.kernels.matmul_all_reduce import MatmulAllReduce
 from iris.lower.kernels.matmul_reduce_scatter import MatmulReduceScatter
@@ -51,15 +50,6 @@ def _sizes(M: int) -> list[int]:
     return [rows_of(M, world, r) for r in range(world)]
 
 
-def _configs(M: int, N: int) -> dict[str, GemmConfig | None]:
-    """Tiles to compare: the default, and for few rows narrow and wide ones."""
-    if M > 64:
-        return {"": None}
-    narrow = narrow_config(M, N, torch.bfloat16, torch.device("cuda"))
-    wide = GemmConfig(64, 128, 128, 4, 4, pieces=2, copy=4096)
-    return {"": None, " narrow": narrow, " wide": wide}
-
-
 def _gather(M: int, hidden: int, inner: int) -> Problem:
     ctx, rank, world = iris.current(), dist.get_rank(), dist.get_world_size()
     full = random_tensor(M, hidden, seed=1)
@@ -68,20 +58,17 @@ def _gather(M: int, hidden: int, inner: int) -> Problem:
     copies = rotated(x, random_tensor(inner // world, hidden, seed=99 + rank))
     copies = [(x, w.T) for x, w in copies]
     w = copies[0][1]
+    stage = AllGatherMatmul.create(
+        ctx, ctx.world, M=M, K=hidden, columns=[w.shape[1]], dtype=x.dtype
+    )
     out = torch.empty(M, w.shape[1], device="cuda", dtype=x.dtype)
-    mine: dict[str, Call] = {}
-    for name, config in _configs(M, w.shape[1]).items():
-        stage = AllGatherMatmul.create(
-            ctx, ctx.world, M=M, K=hidden, columns=[w.shape[1]], dtype=x.dtype, config=config
-        )
-        stage.warm(x, [w], out=[out])
 
-        def ours(i: int, stage: Any = stage) -> Tensor:
-            x, w = copies[i % len(copies)]
-            stage(x, [w], out=[out])
-            return out
+    def ours(i: int) -> Tensor:
+        x, w = copies[i % len(copies)]
+        stage(x, [w], out=[out])
+        return out
 
-        mine[f"iris{name}"] = ours
+    stage.warm(x, [w], out=[out])
     gather = collectives.all_gather(ctx, ctx.world, x.shape, _sizes(M), 0, x.dtype)
     gathered = torch.empty_like(full)
     gather.warm(x, out=gathered)
@@ -92,7 +79,7 @@ def _gather(M: int, hidden: int, inner: int) -> Problem:
         return torch.matmul(gathered, w, out=out)
 
     calls = gather_peers(copies, [(full, w) for _, w in copies])
-    calls |= mine | {"iris unfused": unfused}
+    calls |= {"iris": ours, "iris unfused": unfused}
     want = full.float() @ w.float()
     return Problem((M, hidden, w.shape[1]), want, want, calls)
 
@@ -115,19 +102,14 @@ def _scatter(M: int, hidden: int, inner: int) -> Problem:
     copies, part, total = _partial(M, hidden, inner)
     x, w = copies[0]
     m, K = rows_of(M, world, rank), x.shape[1]
+    stage = MatmulReduceScatter.create(ctx, ctx.world, M=M, N=hidden, K=K, dtype=x.dtype)
     out = torch.empty(m, hidden, device="cuda", dtype=x.dtype)
-    ways: dict[str, Call] = {}
-    for name, config in _configs(M, hidden).items():
-        stage = MatmulReduceScatter.create(
-            ctx, ctx.world, M=M, N=hidden, K=K, dtype=x.dtype, config=config
-        )
-        stage.warm(x, w, out=out)
 
-        def ours(i: int, stage: Any = stage) -> Tensor:
-            stage(*copies[i % len(copies)], out=out)
-            return out
+    def ours(i: int) -> Tensor:
+        stage(*copies[i % len(copies)], out=out)
+        return out
 
-        ways[f"iris{name}"] = ours
+    stage.warm(x, w, out=out)
     product = torch.empty(M, hidden, device="cuda", dtype=x.dtype)
     scatter = collectives.reduce_scatter(
         ctx, ctx.world, product.shape, _sizes(M), 0, "sum", x.dtype
@@ -139,7 +121,7 @@ def _scatter(M: int, hidden: int, inner: int) -> Problem:
         scatter(product, out=out)
         return out
 
-    calls = scatter_peers(copies) | ways | {"iris unfused": unfused}
+    calls = scatter_peers(copies) | {"iris": ours, "iris unfused": unfused}
     mine = total[min(M, rank * shard_rows(M, world)) :][:m]
     return Problem((M, K, hidden), part, mine, calls)
 
@@ -155,36 +137,26 @@ def _reduce(M: int, hidden: int, inner: int) -> Problem:
         if one_shot and M > 512:  # W times the traffic: not for many rows
             continue
         way = "one-shot" if one_shot else "two-shot"
+        stage = MatmulAllReduce.create(
+            ctx, ctx.world, M=M, N=hidden, K=x.shape[1], dtype=x.dtype, one_shot=one_shot
+        )
         plain = collectives.all_reduce(
             ctx, ctx.world, out.shape, "sum", out.dtype, two_shot=not one_shot
         )
 
-        for name, config in _configs(M, hidden).items():
-            stage = MatmulAllReduce.create(
-                ctx,
-                ctx.world,
-                M=M,
-                N=hidden,
-                K=x.shape[1],
-                dtype=x.dtype,
-                one_shot=one_shot,
-                config=config,
-            )
-            stage.warm(x, w, out=out)
-
-            def fused(i: int, stage: Any = stage) -> Tensor:
-                stage(*copies[i % len(copies)], out=out)
-                return out
-
-            calls[f"iris {way}{name}"] = fused
+        stage.warm(x, w, out=out)
         plain.warm(product, out=out)
+
+        def fused(i: int, stage: Any = stage) -> Tensor:
+            stage(*copies[i % len(copies)], out=out)
+            return out
 
         def unfused(i: int, plain: Any = plain) -> Tensor:
             torch.matmul(*copies[i % len(copies)], out=product)
             plain(product, out=out)
             return out
 
-        calls[f"iris unfused {way}"] = unfused
+        calls[f"iris {way}"], calls[f"iris unfused {way}"] = fused, unfused
     return Problem((M, x.shape[1], hidden), part, total, calls)
 
 

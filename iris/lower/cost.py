@@ -14,11 +14,13 @@ from dataclasses import dataclass, replace
 
 from iris.graph.ops.rules import axes_of, group_size
 from iris.graph.types import DTYPES, Mesh, TensorType
-from iris.lower.kernels.schedule import last_wave, narrow_width
+from iris.lower.kernels.schedule import last_wave
 from iris.lower.stages import Match
 
 # As `default_config` has them.
-TILE, FEW_TILE, FEW_ROWS, NARROW_ROWS = (128, 256), (64, 128), 64, 16
+# A launch where ranks share a GPU: what a kernel that meets peers takes beside its work (H200, W=4).
+SHARED_LAUNCH = 6e-6
+TILE, FEW_TILE, FEW_ROWS = (128, 256), (64, 128), 64
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Profile:
             rates=rates,
             bandwidth=self.bandwidth / ranks,
             link=self.bandwidth / 2 / ranks,
+            launch=SHARED_LAUNCH,
         )
 
 
@@ -121,8 +124,6 @@ def _library_product(rows: int, inner: int, columns: int, item: int, profile: Pr
 def _kernel_product(rows: int, inner: int, columns: int, item: int, profile: Profile) -> float:
     """Seconds of a product by our kernels, as they share out and cut its tiles."""
     (high, wide), deep = (FEW_TILE, 256 // item) if rows <= FEW_ROWS else (TILE, 128 // item)
-    if rows <= NARROW_ROWS:
-        wide = narrow_width(rows, columns, profile.units)
     tiles, depth = -(-rows // high) * -(-columns // wide), max(1, -(-inner // deep))
     waves, left = divmod(tiles, profile.units)
     steps = waves * depth + last_wave(left, depth, profile.units)

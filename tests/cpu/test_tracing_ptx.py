@@ -96,6 +96,9 @@ def compile_all():
     for name, (kernel, constants) in STAGES.items():
         texts[f"{name} on"] = assembly(kernel, constants)
         texts[f"{name} off"] = assembly(kernel, constants | {"trace": None})
+    for op in ("", "sum"):
+        moves = Moves(4, 4, tl.bfloat16, tl.float32, op, two_shot=bool(op), vector=8)
+        texts[f"moves {op}"] = assembly(exchange_kernel, {"X": moves, "s4": 1, "trace": None})
     texts["own on"] = assembly(own, {"rank": 0, "TRACING": True})
     texts["own off"] = assembly(own, {"rank": 0, "TRACING": False})
     texts["own on amd"] = assembly(own, {"rank": 0, "TRACING": True}, MI300)
@@ -133,6 +136,13 @@ def test_events_carry_the_gpu_clock_and_the_multiprocessor(texts, name):
     assert "%smid" in on
     assert on.count("%globaltimer") >= off.count("%globaltimer") + 2
     assert re.search(r"atom\.global\.gpu\.relaxed\.add\.u64|atom\.relaxed\.gpu\.global\.add", on)
+
+
+@pytest.mark.parametrize("op", ["", "sum"])
+def test_plain_collectives_access_memory_16_bytes_at_a_time(texts, op):
+    accesses = re.findall(r"\b(?:ld|st)\.global\S*", texts[f"moves {op}"])
+    assert not [access for access in accesses if access.endswith("b16")]
+    assert sum(access.endswith("v4.b32") for access in accesses) >= 4
 
 
 def test_the_loop_stays_pipelined(texts):

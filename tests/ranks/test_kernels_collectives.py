@@ -88,6 +88,17 @@ def scatters():
         compare(ctx, stage, reference, operand)
 
 
+def widths_of_blocks():
+    ctx = iris.iris(1 << 22)
+    sizes = [1, *[0] * (ctx.num_ranks - 1)]
+    stage = collectives.reduce_scatter(ctx, ctx.world, [1, 4096], sizes, 0, "sum", torch.float32)
+    return stage.moves.columns
+
+
+def test_a_rank_that_gets_nothing_sends_whole_rows_all_the_same(ranks):
+    assert min(ranks(2).run(widths_of_blocks)) > 1
+
+
 def sums():
     ctx = iris.iris(1 << 22)
     for shape, op, dtype in (

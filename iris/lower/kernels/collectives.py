@@ -80,7 +80,8 @@ class Exchange(Stage):
         self.share = round_up(-(-numel // group.size), 16)
         if two_shot:
             pieces = [_share(numel, self.share, member, group) for member in _from_own(group)]
-        width = max((piece.words()[2] for piece in pieces), default=1)
+        # This rank may get nothing, but it sends its operand all the same.
+        width = max([*shape[-1:], *(piece.words()[2] for piece in pieces)], default=1)
         most = max(numel, sum(math.prod(piece.shape) for piece in pieces))
         self.programs = _programs(most * itemsize, device)
         block = _block(most, itemsize, self.programs, device)

@@ -6,8 +6,6 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from iris.lower.kernels.schedule import narrow_width
-
 TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
@@ -72,13 +70,6 @@ def processors(device: torch.device) -> int:
     )
 
 
-def narrow_config(M: int, N: int, dtype: torch.dtype, device: torch.device) -> GemmConfig:
-    """For few rows: `narrow_width`, and as deep as keeps the memory busy."""
-    width = narrow_width(M, N, processors(device))
-    depth = (256 if width < 64 else 128) * 2 // dtype.itemsize
-    return GemmConfig(64, width, depth, 4, 3 if dtype.itemsize != 2 else 4, pieces=1, copy=4096)
-
-
 def default_config(M: int, N: int, dtype: torch.dtype, device: torch.device) -> GemmConfig:
     """The configuration for a product with [M, N] results where nothing was measured."""
     if device.type == "cpu":
@@ -88,8 +79,6 @@ def default_config(M: int, N: int, dtype: torch.dtype, device: torch.device) -> 
     # 128 bytes of the contracted dim a step, twice that for the narrow tiles of few rows.
     step = 128 // dtype.itemsize
     stages = 3 if dtype in (torch.float32, torch.int8) else 4  # whose results are 4 bytes wide
-    if M <= 16:
-        return narrow_config(M, N, dtype, device)
     if M <= 64:
         return GemmConfig(64, 128, 2 * step, 4, stages, pieces=2, copy=4096)
     if min(M, N) <= 128 or dtype.itemsize > 2:

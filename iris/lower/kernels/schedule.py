@@ -99,19 +99,6 @@ def make_schedule(
     return Schedule(tuple(segments), tuple(heads), depth, space, cuts)
 
 
-def narrow_width(rows: int, columns: int, programs: int) -> int:
-    """The width of tiles, where few rows make reading the weight all there is, that gives programs
-    the most equal share of it. A step of a tile costs its width, and its rows less, which come from
-    the cache.
-    """
-
-    def time(width: int) -> float:
-        tiles = -(-columns // width)
-        return -(-tiles // programs) * (width + 0.4 * min(rows, 64))
-
-    return min((128, 64, 32), key=time)
-
-
 def _parts(tiles: int, depth: int, programs: int) -> int:
     """Into how many parts to cut each of the ``tiles`` of the last wave; 1: do not."""
     costs = {1: float(depth)}
