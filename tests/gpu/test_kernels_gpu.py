@@ -55,7 +55,9 @@ def integers(seed, *shape, dtype=torch.bfloat16):
 
 
 def rounded(x, w):
-    """The product, by the CPU: cuBLAS was seen to err where ranks share a GPU under MPS."""
+    """The product, by the CPU: loading a kernel of cuBLAS can wait behind a peer's kernel, which
+    waits for this rank. And cuBLAS errs where a process may use 58 multiprocessors.
+    """
     return (x.cpu().float() @ w.cpu().float()).to(x.dtype).to(x.device)
 
 
@@ -125,6 +127,7 @@ def run_case(ctx, case):
         want = case.fill(step)
         case.launch()
         torch.cuda.synchronize()
+        ctx.watch.check(synchronized=True)  # a wait that was lost explains what is wrong
         case.check(want, step)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
