@@ -382,11 +382,13 @@ def spmd(
         )
         return SpmdFunction(function, options, static_argnames)
 
-    def decorate(function: Any) -> Any:
-        if not callable(function):
-            raise SpecError(f"@iris.spmd decorates a function, not a {type(function).__name__}")
-        if is_module(function):
-            return decorate_module(function, wrap)
-        return wrap(function, getattr(function, "__name__", type(function).__name__))
-
+    decorate = functools.partial(_decorated, wrap)
     return decorate if fn is None else decorate(fn)
+
+
+def _decorated(wrap: Callable[[Callable[..., Any], str], SpmdFunction], function: Any) -> Any:
+    if not callable(function):
+        raise SpecError(f"@iris.spmd decorates a function, not a {type(function).__name__}")
+    if is_module(function):
+        return decorate_module(function, wrap)
+    return wrap(function, getattr(function, "__name__", type(function).__name__))

@@ -159,6 +159,15 @@ def _emit(env, tiles, row, column, epilogue, T: tl.constexpr):
     finish_piece(tiles, row, column, out, M, N, epilogue, args, T)
 
 
+@device_function
+def _announce(flags, rank, epoch, T: tl.constexpr):
+    """Tell all members that this rank's rows are there; the copy engine tells the others itself."""
+    if T.engine:
+        publish_to(flags, rank, rank, rank, epoch, T.lanes)
+    else:
+        publish(flags, rank, epoch, T.world, T.lanes)
+
+
 @triton.jit(do_not_specialize=["dry", "m", "rank", "stage", "M", "shard"])
 def all_gather_matmul_kernel(
     dry, x, x_row, x_column, m, k, staging, flags, state, record, stage, trace, engine, rank, M, K,
@@ -187,10 +196,7 @@ def all_gather_matmul_kernel(
         there: tl.constexpr = 1 if T.engine else T.world
         tracing.end(watch, since, tracing.PUSH, nbytes=tracing.block_bytes(sent * there, T))
         if finished(state, 0, sent, _blocks(m, k, T), number):
-            if T.engine:
-                publish_to(flags, rank, rank, rank, epoch, T.lanes)
-            else:
-                publish(flags, rank, epoch, T.world, T.lanes)
+            _announce(flags, rank, epoch, T)
         line = (peer(flags, rank, tl.int32), epoch, state, watch)
         source = peer(staging, rank, T.dtype)
         arriving = (line[0], epoch, watch, shard)
