@@ -124,11 +124,24 @@ def _dim(node: Any) -> int:
     return int(node.args[at]) % rank if len(node.args) > at else 0
 
 
+# In the names of torch.distributed's operators, and ours.
+IN_PLACE = {
+    "allreduce": "all_reduce",
+    "reduce_scatter": "reduce_scatter",
+    "reduce": "all_reduce",
+    "gather": "all_gather",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "scatter": "all_to_all",
+}
+
+
 def refusal(program: str, name: str, loc: str) -> TraceError:
     """The error for a collective of torch.distributed that works in place."""
+    instead = next((ours for theirs, ours in IN_PLACE.items() if theirs in name), "ppermute")
     return TraceError(
         f"{program}: torch.distributed's {name} works in place and cannot be traced\n  at {loc}",
-        help=f"use iris.{name.strip('_')}, or torch.distributed._functional_collectives",
+        help=f"use iris.{instead}, or torch.distributed._functional_collectives",
     )
 
 

@@ -232,3 +232,34 @@ def test_tensor_on_another_device(ranks):
         "  w: on meta\n"
         "help: move them with .to(ctx.device), or start the context on their device",
     )
+
+
+def _nothing_on_one_rank(lowering):
+    ctx = iris.iris(1 << 22)
+
+    @iris.spmd(lowering=lowering)
+    def f(x, w):
+        return iris.all_gather(x, "tp", dim=0) @ w
+
+    w = torch.eye(4)
+    for _ in range(3):
+        assert f(torch.ones(8, 4), w).shape == (16, 4)
+    with pytest.raises(iris.IrisError) as caught:
+        f(torch.ones(0 if ctx.cur_rank else 8, 4), w)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_no_rows_on_one_rank_alone_without_specs(ranks):
+    # triton-lang/triton-ascend#984
+    assert (
+        ranks(2).run(_nothing_on_one_rank, "torch")
+        == [
+            "TraceError: f: ranks traced different programs; the first line that differs:\n"
+            "  rank 0: graph f[tp=2](%x: f32[8, 4]~tp, %w: f32[4, 4]~tp):\n"
+            "  rank 1: graph f[tp=2](%x: f32[0, 4]~tp, %w: f32[4, 4]~tp):\n"
+            "help: do not branch on the rank in Python: use iris.axis_index and torch.where"
+        ]
+        * 2
+    )
+    for text in ranks(2).run(_nothing_on_one_rank, "triton"):
+        assert text.startswith("CollectiveMismatchError: ranks of one group are in different calls")
