@@ -3,6 +3,7 @@
 import random
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,12 +25,13 @@ from iris.lower.kernels.host import (
     target,
 )
 from iris.lower.kernels.protocol import STATE_WORDS
+from iris.runtime.devices import compute_units
 
 
 def _ours(copies: Any, out: Tensor) -> Call:
     x, w = copies[0]
     (M, K), N, dtype = x.shape, w.shape[1], x.dtype
-    config = default_config(M, N, dtype, out.device)
+    config = replace(default_config(M, N, dtype, out.device), programs=compute_units(out.device))
     T = product_modes(Tiling.of(config, 1, 1, dtype, interpreted()), x, w, config)
     T = T.with_modes(out_tma=can_store_tma([out], config.tma))
     share = Share.create(config, T, M, [N], K, 0, out.device)

@@ -7,17 +7,17 @@ from typing import Any
 
 from iris.errors import UnsupportedError
 from iris.runtime.board import Board, Contact
-from iris.runtime.devices import Placement
+from iris.runtime.devices import Placement, Share
 from iris.runtime.rendezvous import Rendezvous
 from iris.runtime.segments import Address
 
 
-def meet(rendezvous: Rendezvous, board: Board, placement: Placement) -> list[str]:
-    """Exchange contacts with all ranks and open their boards. Return every rank's device uuid."""
+def meet(rendezvous: Rendezvous, board: Board, placement: Placement) -> list[Share]:
+    """Exchange contacts with all ranks and open their boards. Return each one's device share."""
     own = board.contact
     card = {
         "host": _host(),
-        "uuid": placement.uuid,
+        "share": placement.share(),
         "pid": own.pid,
         "started": own.started,
         "fd": own.address.fd,
@@ -37,7 +37,7 @@ def meet(rendezvous: Rendezvous, board: Board, placement: Placement) -> list[str
             help="the symmetric heap spans one host: start all ranks there",
         )
     board.connect([_contact(rank, other) for rank, other in enumerate(cards)])
-    return [other["uuid"] for other in cards]
+    return [Share(*other["share"]) for other in cards]
 
 
 def _contact(rank: int, card: dict[str, Any]) -> Contact:

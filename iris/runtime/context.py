@@ -23,7 +23,7 @@ from iris.runtime.contacts import meet
 from iris.runtime.copy_engine import CopyEngine
 from iris.runtime.copy_proxy import Engine
 from iris.runtime.creation import Creation
-from iris.runtime.devices import Placement, compute_units, sharing
+from iris.runtime.devices import Placement, Share, compute_units, sharing, usable_units
 from iris.runtime.groups import Group
 from iris.runtime.heap import Heap, slab_bytes
 from iris.runtime.recovery import Counting, Recovery
@@ -104,14 +104,15 @@ class Iris(Creation, CopyEngine, Recovery, RankLogging):
         board: Board,
         world: Group,
         heap: Heap,
-        gpu_ranks: int,
+        shares: Sequence[Share],
     ) -> None:
         self.cur_rank = rendezvous.rank
         self.num_ranks = rendezvous.size
         self.heap = heap
         self.device = heap.device
         self.world = world
-        self.ranks_on_device = gpu_ranks
+        self.ranks_on_device = sharing(shares, shares[self.cur_rank].uuid)
+        self._usable_units = usable_units(shares)
         self.own_gpus = False  # whether every rank has a GPU to itself
         self.tracing = Tracing(self)
         self._board = board
@@ -150,7 +151,7 @@ class Iris(Creation, CopyEngine, Recovery, RankLogging):
         kind: str,
         engines: tuple[str, ...],
     ) -> "Iris":
-        uuids = meet(rendezvous, board, placement)
+        shares = meet(rendezvous, board, placement)
         world = Group(board, None, range(rendezvous.size))
         options = f"heap_size={heap_size}, allocator_type={kind!r}"
         if engines:
@@ -160,12 +161,12 @@ class Iris(Creation, CopyEngine, Recovery, RankLogging):
             what += ", IRIS_CHECK=1"
         world.sync(zlib.crc32(what.encode()), what)
         board.page.segment.seal()
-        gpus = len({uuid for uuid in uuids if uuid != "cpu"})
+        gpus = len({share.uuid for share in shares if share.uuid != "cpu"})
         if not dist.is_initialized():
             rendezvous.init_process_group(own_gpu=gpus == rendezvous.size)
         slab = create_slab(kind, placement.device, world, slab_bytes(heap_size))
         heap = world.heap = Heap(slab, world, heap_size, placement.device)
-        self = cls(rendezvous, board, world, heap, sharing(uuids, rendezvous.rank))
+        self = cls(rendezvous, board, world, heap, shares)
         self.own_gpus = gpus == self.num_ranks
         self.watch = _watch(self)
         self._watchdog = Watchdog(board, self.watch)
@@ -283,15 +284,12 @@ class Iris(Creation, CopyEngine, Recovery, RankLogging):
     def get_usable_units(self) -> int:
         """Return how many compute units a persistent grid of this rank may fill.
 
-        That is a share of the GPU where ranks share one.
-
-        Under an MPS partition (``CUDA_MPS_ACTIVE_THREAD_PERCENTAGE``) the driver reports the
-        partition, and all of it is usable.
+        That is an equal part of the GPU where ranks share one, so that kernels of all of them that
+        wait for each other fit at once; all of an MPS partition
+        (``CUDA_MPS_ACTIVE_THREAD_PERCENTAGE``), as which the driver reports it. The same number on
+        all ranks.
         """
-        units = self.get_cu_count()
-        if "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" in os.environ:
-            return units
-        return max(1, units // self.ranks_on_device)
+        return self._usable_units
 
     def get_heap_bases(self) -> Tensor:
         """Return uint64[num_ranks]: the address, in this process, of each rank's heap."""

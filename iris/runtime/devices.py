@@ -1,9 +1,9 @@
 """Which device a rank works on, and which ranks share one."""
 
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,11 @@ class Placement:
 
     device: torch.device
     uuid: str
+
+    def share(self) -> "Share":
+        """What this rank tells others of its device."""
+        partitioned = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" in os.environ
+        return Share(self.uuid, compute_units(self.device), partitioned)
 
     @classmethod
     def choose(cls, local_rank: int) -> "Placement":
@@ -36,6 +41,16 @@ class Placement:
         return cls(torch.device("cuda", index), uuid)
 
 
+class Share(NamedTuple):
+    """A rank's device, how many compute units of it the driver shows, and whether those are its own
+    (an MPS partition).
+    """
+
+    uuid: str
+    units: int
+    partitioned: bool
+
+
 def _index(local_rank: int) -> int:
     bound = getattr(dist.group.WORLD, "bound_device_id", None) if dist.is_initialized() else None
     if bound is not None:
@@ -45,9 +60,21 @@ def _index(local_rank: int) -> int:
     return local_rank % torch.cuda.device_count()
 
 
-def sharing(uuids: Sequence[str], rank: int) -> int:
-    """Return how many ranks, this one included, work on this rank's GPU (1 on CPU ranks)."""
-    return 1 if uuids[rank] == "cpu" else Counter(uuids)[uuids[rank]]
+def sharing(shares: Sequence[Share], uuid: str) -> int:
+    """Return how many ranks work on a GPU (1 on CPU ranks)."""
+    return 1 if uuid == "cpu" else sum(share.uuid == uuid for share in shares)
+
+
+def usable_units(shares: Sequence[Share]) -> int:
+    """Return how many compute units a persistent grid of any rank may fill.
+
+    Ranks that share a GPU get equal parts of it: grids that wait for each other must all fit. The
+    smallest part counts, so that all ranks divide work alike.
+    """
+    return min(
+        max(1, share.units // (1 if share.partitioned else sharing(shares, share.uuid)))
+        for share in shares
+    )
 
 
 def compute_units(device: torch.device) -> int:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from iris.errors import IrisError, UnsupportedError
+from iris.runtime.slabs import symmetric_tensor
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import _SymmetricMemory
@@ -68,13 +69,11 @@ class TorchSymmetricMemory:
         self, *size: Any, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
         """See ``Provider``."""
-        from torch.distributed import _symmetric_memory as symm_mem
-
         assert self._group is not None
         device = torch.device("cuda", torch.cuda.current_device())
         shape = torch.empty(*size, device="meta").shape
-        tensor = symm_mem.empty(shape, dtype=dtype or torch.get_default_dtype(), device=device)
-        handle = symm_mem.rendezvous(tensor, self._group)
+        dtype = dtype or torch.get_default_dtype()
+        tensor, handle = symmetric_tensor(shape, dtype, device, self._group)
         self._handles.append(handle)
         peers = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device)
         return tensor, peers

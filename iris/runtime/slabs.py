@@ -4,7 +4,7 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch import Tensor
 from iris.runtime.driver import Driver
 from iris.runtime.groups import Group
 from iris.runtime.segments import Address, Segment
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ProcessGroup, _SymmetricMemory
 
 
 class Slab(Protocol):
@@ -162,17 +165,24 @@ def create_slab(kind: str, device: torch.device, world: Group, nbytes: int) -> S
     return DeviceSlab.create(world, nbytes, device)
 
 
-def _torch_symmetric(world: Group, nbytes: int, device: torch.device) -> Slab:
-    """Let torch's symmetric memory provide the slab."""
-    import torch.distributed as dist
-
+def symmetric_tensor(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, group: "ProcessGroup"
+) -> "tuple[Tensor, _SymmetricMemory]":
+    """Return a tensor of torch's symmetric memory and what knows its peers. Collective."""
     # Ranks may share a GPU, which torch refuses by default.
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     from torch.distributed import _symmetric_memory as symm_mem
 
+    tensor = symm_mem.empty(shape, dtype=dtype, device=device)
+    return tensor, symm_mem.rendezvous(tensor, group)
+
+
+def _torch_symmetric(world: Group, nbytes: int, device: torch.device) -> Slab:
+    """Let torch's symmetric memory provide the slab."""
+    import torch.distributed as dist
+
     assert dist.group.WORLD is not None  # iris.iris() saw to it
-    tensor = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
-    handle = symm_mem.rendezvous(tensor, dist.group.WORLD)
+    tensor, handle = symmetric_tensor(torch.Size([nbytes]), torch.uint8, device, dist.group.WORLD)
     held = [tensor, handle]  # by every mapping, through its release
     mappings = [Mapping(address, held.copy) for address in handle.buffer_ptrs]
     return DeviceSlab(mappings, nbytes, device, world.index)

@@ -24,6 +24,9 @@ spec = importlib.util.spec_from_file_location("on_gpu.test_tracing", FILE)
 module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 globals().update({n: test for n, test in vars(module).items() if n.startswith("test_")})
+del globals()[
+    "test_a_clock_is_read_within_its_uncertainty"
+]  # runs a kernel on a thread of the host
 
 
 def mlp(x, w_up, w_down):

@@ -12,6 +12,7 @@ from iris.errors import ConfigError, IrisError
 from iris.logging import DEBUG, set_logger_level
 from iris.runtime.benching import do_bench
 from iris.runtime.context import Iris, current, current_or_none, iris
+from iris.runtime.devices import Share, usable_units
 
 pytestmark = pytest.mark.ranks
 
@@ -256,3 +257,13 @@ def test_different_heap_sizes_are_refused(ranks):
     for text in ranks(2).run(_different_heap_sizes):
         assert "rank 0: iris.iris(heap_size=1048576, allocator_type='torch') on cpu" in text
         assert "rank 1: iris.iris(heap_size=2097152, allocator_type='torch') on cpu" in text
+
+
+def test_ranks_that_share_a_gpu_fill_equal_parts_of_it():
+    whole, part = Share("a", 132, False), Share("a", 58, True)
+    assert usable_units([Share("cpu", 2, False)] * 4) == 2
+    assert usable_units([whole, Share("b", 132, False)]) == 132
+    assert usable_units([whole] * 4) == 33
+    assert usable_units([part] * 2) == 58
+    assert usable_units([whole, whole, Share("b", 132, False)]) == 66  # one number for all
+    assert usable_units([Share("a", 2, False)] * 3) == 1

@@ -172,7 +172,7 @@ def test_stages_of_a_program_record_themselves(ranks):
             rows = 2 * 16 * 16 * 4
             assert pushed >= rows if torch.cuda.is_available() else pushed == rows
             tiles = [(e.args["row"], e.args["column"]) for e in gather if e.kind == "tile"]
-            assert len(tiles) == len(set(tiles)) > 1
+            assert len(tiles) == len(set(tiles)) > (0 if torch.cuda.is_available() else 1)
             waited = {peer for e in gather if e.kind == "wait" for peer in e.args["peers"]}
             assert waited == {0, 1}
         assert {event.rank for event in timeline.events} == {0, 1}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from iris.device import copy_engine, tracing
 from iris.device.target import device_function, fence_bulk
-from iris.lower.kernels.config import GemmConfig, Tiling, default_config
+from iris.lower.kernels.config import GemmConfig, Tiling, settled
 from iris.lower.kernels.gemm import finish_piece, identity, nothing, run_segments
 from iris.lower.kernels.host import (
     TMA_K,
@@ -298,7 +298,7 @@ class AllGatherMatmul(Stage):
         ``epilogue`` may be a list, one for each output. ``engine`` sends by the context's copy
         engine where rows of ``x`` are contiguous.
         """
-        config = config or default_config(M, max(columns), dtype, ctx.heap.device)
+        config = settled(ctx, config, M, max(columns), dtype)
         split = K if dim else M
         T = Tiling.of(config, group.size, -(-K // group.size) if dim else K, dtype, interpreted())
         tiled = columns[:1] if zipped else columns

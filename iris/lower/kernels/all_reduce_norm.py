@@ -14,9 +14,9 @@ from torch import Tensor
 
 from iris.device import tracing
 from iris.device.target import device_function
-from iris.lower.kernels.config import TRITON_DTYPES
+from iris.lower.kernels.config import TRITON_DTYPES, processors
 from iris.lower.kernels.gemm import identity
-from iris.lower.kernels.host import GroupLike, Stage, Workspace, processors, round_up
+from iris.lower.kernels.host import GroupLike, Stage, Workspace, round_up
 from iris.lower.kernels.protocol import enter, leave, peer, publish, ticket, wait
 
 
@@ -131,6 +131,7 @@ class AllReduceNorm(Stage):
         self,
         group: GroupLike,
         workspace: Workspace,
+        programs: int,
         shape: tuple[int, int],
         R: Rows,
         eps: float,
@@ -140,7 +141,7 @@ class AllReduceNorm(Stage):
         self.eps, self.after = eps, after
         self.M, self.N = shape
         self.blocks = -(-self.M // R.rows)
-        self.programs = min(self.blocks, processors(workspace.device))
+        self.programs = min(self.blocks, programs)
 
     @classmethod
     def create(
@@ -162,7 +163,7 @@ class AllReduceNorm(Stage):
         R = Rows(W, max(2, triton.next_power_of_2(W)), 1, columns, *dtypes)
         half = W * M * round_up(N, 16) * dtype.itemsize
         workspace = Workspace(ctx, group, half, (M,), f"all_reduce_norm of [{M}, {N}]")
-        return cls(group, workspace, (M, N), R, eps, after)
+        return cls(group, workspace, processors(ctx), (M, N), R, eps, after)
 
     def arguments(
         self,

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from iris.errors import UnsupportedError
 from iris.lower.kernels.boxes import Piece, operand_box, pack_pieces
+from iris.lower.kernels.config import processors
 from iris.lower.kernels.exchange import exchange_kernel
-from iris.lower.kernels.host import GroupLike, Stage, Workspace, processors, round_up
+from iris.lower.kernels.host import GroupLike, Stage, Workspace, round_up
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NARROW = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -83,7 +84,7 @@ class Exchange(Stage):
         # This rank may get nothing, but it sends its operand all the same.
         width = max([*shape[-1:], *(piece.words()[2] for piece in pieces)], default=1)
         most = max(numel, sum(math.prod(piece.shape) for piece in pieces))
-        self.programs = _programs(most * itemsize, device)
+        self.programs = _programs(most * itemsize, ctx)
         block = _block(most, itemsize, self.programs, device)
         columns = min(block, 1 << max(0, width - 1).bit_length())
         self.moves = replace(
@@ -137,9 +138,9 @@ def _carrier(dtype: torch.dtype, op: str, world: int) -> tuple[torch.dtype, Move
     return dtype, Moves(world, lanes, _LANGUAGE[dtype], acc, op)
 
 
-def _programs(nbytes: int, device: torch.device) -> int:
+def _programs(nbytes: int, ctx: Any) -> int:
     """Programs that share the work: no more than have a few thousand bytes each."""
-    return max(1, min(2 * processors(device), -(-nbytes // 4096)))
+    return max(1, min(processors(ctx, 2), -(-nbytes // 4096)))
 
 
 def _block(numel: int, itemsize: int, programs: int, device: torch.device) -> int:

@@ -61,13 +61,16 @@ def _power(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def processors(device: torch.device) -> int:
-    """Multiprocessors that this process may use (its share, where ranks share a GPU under MPS)."""
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 2
-    )
+def processors(ctx: Any, each: int = 1) -> int:
+    """Programs of a grid whose programs wait, of which a multiprocessor holds ``each``.
+
+    Of ranks that share a GPU without partitions, no grid may lie on more than its part of it:
+    kernels that peers wait for need whole multiprocessors.
+    """
+    if ctx.device.type == "cpu":
+        return 2 * each
+    units: int = ctx.get_usable_units()
+    return units * each if units == ctx.get_cu_count() else units
 
 
 def default_config(M: int, N: int, dtype: torch.dtype, device: torch.device) -> GemmConfig:
@@ -86,6 +89,12 @@ def default_config(M: int, N: int, dtype: torch.dtype, device: torch.device) -> 
     if M < 2048:
         return GemmConfig(block_k=step, stages=stages, pieces=4)
     return GemmConfig(block_k=step, stages=3, pieces=4 if dtype == torch.int8 else 2)
+
+
+def settled(ctx: Any, config: GemmConfig | None, M: int, N: int, dtype: torch.dtype) -> GemmConfig:
+    """The configuration, or the default one, with the number of programs that this rank runs."""
+    config = config or default_config(M, N, dtype, ctx.device)
+    return replace(config, programs=config.programs or processors(ctx))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from iris.lower.kernels.config import TRITON_DTYPES, GemmConfig, Tiling, processors
+from iris.lower.kernels.config import TRITON_DTYPES, GemmConfig, Tiling
 from iris.lower.kernels.protocol import STATE_WORDS
 from iris.lower.kernels.schedule import make_schedule, tile_order
 
@@ -227,7 +227,7 @@ def part_tiling(problem: Any, rows: int) -> tuple[Tiling, int]:
     """
     config = problem.config
     T = Tiling.of(config, problem.group.size, 1, problem.dtype, interpreted())
-    programs = config.programs or processors(problem.device)
+    programs = config.programs
     across = max(1, -(-problem.N // T.block_n))
     wanted = max(1, 2 * programs // across)  # runs in a column of tiles
     each = max(1, min(T.block_m, rows // wanted))
@@ -276,7 +276,7 @@ class Share:
         device: torch.device,
     ) -> "Share":
         """Share the tiles of [M, columns[i]] results; rows from ``first_row`` come first."""
-        programs = config.programs or processors(device)
+        programs = config.programs
         rows = -(-M // T.block_m)
         orders = [
             tile_order(

@@ -6,7 +6,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from iris.lower.kernels.config import GemmConfig, Tiling, default_config
+from iris.lower.kernels.config import GemmConfig, Tiling, settled
 from iris.lower.kernels.gemm import identity
 from iris.lower.kernels.host import (
     GroupLike,
@@ -121,10 +121,9 @@ class ProductStage(Stage):
         """Allocate the workspace (collective). [M, N] is the whole result; it travels as
         ``part_dtype`` (by default, the type of a product of ``dtype``).
         """
-        device = ctx.heap.device
         part = part_dtype or (torch.int32 if dtype == torch.int8 else dtype)
-        config = config or default_config(cls.tile_rows(M, group), N, dtype, device)
-        problem = Problem(group, device, config, M, N, K, dtype, part)
+        config = settled(ctx, config, cls.tile_rows(M, group), N, dtype)
+        problem = Problem(group, ctx.device, config, M, N, K, dtype, part)
         return cls(ctx, problem, cls.layout(problem, **options), (epilogue, after))
 
     @classmethod

@@ -13,7 +13,9 @@ NOTE [Progress]
 Nothing waits for a program that has not started; grids are now and then not wholly resident, with
 or without MPS partitions. Programs take their number in the order they start (``enter``). Work that
 others wait for is taken by ticket, or is shared among the *team*: the programs that have started by
-the time the first one asks. One that starts later finds no such work.
+the time the first one asks. One that starts later finds no such work. A whole kernel must be able
+to start while those of peers wait, so grids of ranks that share a GPU leave each other room
+(`iris.lower.kernels.config.processors`).
 """
 
 import triton.language as tl
