@@ -29,7 +29,9 @@ class StageConfig:
     ``algorithm`` is "fused", "one-shot" or "two-shot" (fused forms of ``matmul_all_reduce``),
     "copy engine" (one of ``all_gather_matmul``, see docs/copy-engine.md) or "unfused"; where a
     stage has no such form, the model chooses. ``gemm`` is the tile and launch
-    shape of the kernels. Every rank must give the same.
+    shape of the kernels. ``communication`` is how many programs of a stage, one runs on each
+    multiprocessor, send, sum and collect (0: all); the others only compute. Every rank must give
+    the same.
 
     Example::
 
@@ -38,8 +40,11 @@ class StageConfig:
 
     algorithm: str | None = None
     gemm: "GemmConfig | None" = None
+    communication: int = 0
 
     def __post_init__(self) -> None:
+        if self.communication < 0:
+            raise ConfigError(f"communication is {self.communication}, a number of programs or 0")
         if self.algorithm is not None and self.algorithm not in ALGORITHMS:
             raise ConfigError(f"algorithm {self.algorithm!r} is not one of {', '.join(ALGORITHMS)}")
 
@@ -49,7 +54,7 @@ class Choice:
     """How a stage is computed, why, and what each candidate was predicted to take (microseconds).
 
     ``match`` is how the stage is cut for a kernel; None where it runs as torch ops. ``stage`` is
-    what `iris.tune` knows it by, ``ways`` all its algorithms.
+    what `iris.tune` knows it by, ``ways`` all its algorithms; ``communication`` as in `StageConfig`.
     """
 
     algorithm: str
@@ -59,10 +64,12 @@ class Choice:
     gemm: "GemmConfig | None" = None
     stage: str = ""
     ways: tuple[str, ...] = ()
+    communication: int = 0
 
     def __str__(self) -> str:
         """What ranks must agree on."""
-        return self.algorithm if self.gemm is None else f"{self.algorithm} by {self.gemm}"
+        text = self.algorithm if self.gemm is None else f"{self.algorithm} by {self.gemm}"
+        return f"{text}, {self.communication} programs communicate" if self.communication else text
 
 
 def choose(
@@ -122,7 +129,9 @@ class _Chooser:
         if way == "unfused":
             choice = self._unfused(node, why, candidates)
         else:
-            choice = Choice(way, why, candidates, found, self.config.gemm)
+            crew = self.config.communication
+            why = f"{why}; {crew} programs communicate" if crew else why
+            choice = Choice(way, why, candidates, found, self.config.gemm, communication=crew)
         return replace(choice, stage=text, ways=(*ways, "unfused"))
 
     def _ways(self, found: Match) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from iris.graph.types import Mesh, TensorType
+from iris.lower.choices import Choice
 from iris.lower.dtypes import TORCH_DTYPES
 from iris.lower.epilogue import Epilogue, generate
 from iris.lower.kernels.all_gather_matmul import AllGatherMatmul
@@ -61,22 +62,22 @@ class Values:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a stage is built, and how: ``way`` is what the planner chose of its algorithms."""
+    """Where a stage is built, and how."""
 
     ctx: Iris
     group: Group
     values: Values
     match: Match
-    way: str
-    config: GemmConfig | None
+    choice: Choice
 
     def gemm(self, M: int, N: int, K: int, dtype: torch.dtype) -> GemmConfig:
         """The configuration of a [M, K] @ [K, N] product."""
         device = self.ctx.device
-        config = self.config or default_config(M, N, dtype, device)
-        if self.config is None and torch.version.hip:
+        config = self.choice.gemm or default_config(M, N, dtype, device)
+        if self.choice.gemm is None and torch.version.hip:
             config = selected_config(M, N, K, dtype, device, config)
-        return replace(config, fast=self.match.fast)
+        communication = self.choice.communication or config.communication
+        return replace(config, fast=self.match.fast, communication=communication)
 
 
 class _Operands:
@@ -107,8 +108,7 @@ class FusedCall:
     def __init__(
         self,
         match: Match,
-        way: str,
-        config: GemmConfig | None,
+        choice: Choice,
         ctx: Iris,
         group: Group,
         values: Values,
@@ -120,7 +120,7 @@ class FusedCall:
         values = replace(values, types={**made, **values.types})
         self.operands = [_Operands(chain, values) for chain in match.chains]
         self.results = [(values.shape(name), values.dtype(name)) for name in results_of(match)]
-        site = Site(ctx, group, values, match, way, config)
+        site = Site(ctx, group, values, match, choice)
         self.stage, self.turned = BUILDERS[match.stage](
             site, [operands.function for operands in self.operands]
         )
@@ -196,7 +196,7 @@ def _build_gather(site: Site, functions: Functions) -> tuple[Stage, bool]:
     columns = [values.shape(p.right)[1] for p in match.products]
     dtype = values.dtype(match.products[0].left)
     config = site.gemm(M, max(columns), K, dtype)
-    if match.zipped and site.config is None:  # two weights' tiles take the room of one
+    if match.zipped and site.choice.gemm is None:  # two weights' tiles take the room of one
         config = replace(config, block_n=max(16, config.block_n // 2))
     shape = values.shape(match.collective.out.name)
     stage = AllGatherMatmul.create(
@@ -210,7 +210,7 @@ def _build_gather(site: Site, functions: Functions) -> tuple[Stage, bool]:
         zipped=match.zipped,
         dim=1 if dim == len(shape) - 1 else 0,
         config=config,
-        engine=site.way == "copy engine",
+        engine=site.choice.algorithm == "copy engine",
     )
     return stage, False
 
@@ -256,7 +256,7 @@ def _build_reduce(site: Site, functions: Functions) -> tuple[Stage, bool]:
         part_dtype=values.dtype(match.collective.uses[0]),
         epilogue=functions[0],
         after=functions[1],
-        one_shot=site.way == "one-shot",
+        one_shot=site.choice.algorithm == "one-shot",
         norm=norm,
         config=site.gemm(M, N, K, dtype),
     )

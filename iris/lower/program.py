@@ -187,7 +187,7 @@ class _Writer:
 
         group = self.place.group_of(match.collective)
         values = Values(self.types, self.graph.mesh, self.place.coord)
-        call = FusedCall(match, choice.algorithm, choice.gemm, self.place.ctx, group, values)
+        call = FusedCall(match, choice, self.place.ctx, group, values)
         name = self._callable(f"{match.stage}_{match.results[0]}", call)
         what = Site(self.graph, self.place, node, len(self.fused)).what
         call.work.named(what, f"{match.stage} %{match.results[0]}")

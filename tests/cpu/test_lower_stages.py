@@ -95,6 +95,21 @@ def test_what_has_no_kernel_is_explained(fn, specs, args, why):
     assert (row.choice.algorithm, row.choice.why) == ("unfused", f"no kernel: {why}")
 
 
+def test_the_programs_that_communicate_are_part_of_the_plan():
+    def program(x, w):
+        return iris.all_gather(x, "tp", dim=0) @ w
+
+    config = iris.StageConfig("fused", communication=8)
+    program = iris.spmd(mesh=MESH, in_specs=(ROWS, COLUMNS), lowering="triton", config=config)(
+        program
+    )
+    (row,) = program.explain(empty(2, 8), empty(8, 4)).rows
+    assert row.choice.why == "forced by config; 8 programs communicate"
+    with pytest.raises(iris.ConfigError) as caught:
+        iris.StageConfig(communication=-1)
+    assert str(caught.value) == "communication is -1, a number of programs or 0"
+
+
 def test_every_weight_has_an_epilogue_of_its_own():
     def qkv(x, q, k, v, b, c):
         g = iris.all_gather(x, "tp", dim=0)

@@ -1,6 +1,7 @@
 """The fused kernels in Triton's interpreter, on real ranks, against products of small integers."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -69,11 +70,11 @@ def run(ctx, load, launch):
     ctx.watch.check()
 
 
-def gather_case(M, K, columns, dtype, layout, engine=False):
+def gather_case(M, K, columns, dtype, layout, engine=False, config=SMALL):
     ctx = iris.iris(1 << 22, engines=("sdma",) if engine else ())
     rank, world = ctx.cur_rank, ctx.num_ranks
     stage = AllGatherMatmul.create(
-        ctx, ctx.world, M=M, K=K, columns=columns, dtype=dtype, config=SMALL, engine=engine
+        ctx, ctx.world, M=M, K=K, columns=columns, dtype=dtype, config=config, engine=engine
     )
     first, m = rank * shard_rows(M, world), rows_of(M, world, rank)
     result = torch.int32 if dtype == torch.int8 else dtype
@@ -93,12 +94,14 @@ def gather_case(M, K, columns, dtype, layout, engine=False):
     run(ctx, lambda: launch(0, dry=1), launch)
 
 
-def product_case(kind, M, N, K, dtype, layout, **options):
-    """The three stages that begin with a product."""
+def product_case(kind, M, N, K, dtype, layout, config=SMALL, **options):
+    """The three stages that begin with a product; which programs waited, where few communicate."""
     ctx = iris.iris(1 << 22)
+    if config.communication:
+        ctx.tracing.enable(max_events=10000)
     rank, world = ctx.cur_rank, ctx.num_ranks
     first, m = rank * shard_rows(M, world), rows_of(M, world, rank)
-    stage = kind.create(ctx, ctx.world, M=M, N=N, K=K, dtype=dtype, config=SMALL, **options)
+    stage = kind.create(ctx, ctx.world, M=M, N=N, K=K, dtype=dtype, config=config, **options)
     result = torch.int32 if dtype == torch.int8 else dtype
 
     def launch(step, dry=0):
@@ -121,6 +124,7 @@ def product_case(kind, M, N, K, dtype, layout, **options):
             check(out, around, want)
 
     run(ctx, lambda: launch(0, dry=1), launch)
+    return {event.track for event in ctx.tracing.timeline().events if event.kind == "wait"}
 
 
 @pytest.mark.parametrize(
@@ -214,6 +218,15 @@ def test_matmul_all_gather(ranks, world, M, N, K, dtype, layout):
 def test_matmul_all_reduce(ranks, world, M, N, K, dtype, layout, one_shot):
     case = (MatmulAllReduce, M, N, K, dtype, layout)
     ranks(world).run(product_case, *case, one_shot=one_shot)
+
+
+@pytest.mark.parametrize("crew", [1, 2])
+@pytest.mark.parametrize("kind", [MatmulReduceScatter, MatmulAllGather, MatmulAllReduce])
+def test_few_programs_communicate(ranks, kind, crew):
+    config = replace(SMALL, communication=crew)
+    found = ranks(2).run(product_case, kind, 96, 40, 20, torch.float32, "rows", config)
+    assert found == [{f"program {number}" for number in range(crew)}] * 2
+    ranks(2).run(gather_case, 21, 35, [17, 9], torch.float32, "rows", config=config)
 
 
 @device_function

@@ -124,7 +124,8 @@ def _algorithms(rows, dtype):
     wide = torch.int32 if dtype == torch.int8 else dtype
     parts = [(a.double() @ b.double()).to(wide) for a, b in zip(A, B, strict=True)]
     total = sum(part.double() for part in parts).to(wide)
-    for config in ("one-shot", "two-shot", "unfused", iris.StageConfig("fused")):
+    few = [iris.StageConfig(way, communication=1) for way in ("one-shot", "two-shot")]
+    for config in ("one-shot", "two-shot", "unfused", iris.StageConfig("fused"), *few):
         got = ctx.ops.matmul_all_reduce(None, A[rank], B[rank], config=config)
         assert got.dtype == wide
         assert torch.equal(got, total), config
@@ -206,7 +207,14 @@ def _ranks_disagree():
     config = iris.StageConfig(gemm=GemmConfig(tile, 16, 16, 1, 1, programs=2, pieces=1, copy=256))
     with pytest.raises(iris.TraceError) as caught:
         ctx.ops.matmul_all_reduce(None, torch.ones(4, 4), torch.ones(4, 4), config=config)
-    return "block_m=16" in str(caught.value) and "block_m=32" in str(caught.value)
+    assert "block_m=16" in str(caught.value)
+    assert "block_m=32" in str(caught.value)
+    config = iris.StageConfig(communication=1 + ctx.cur_rank)
+    with pytest.raises(
+        iris.TraceError, match="1 programs communicate(?s:.*)2 programs communicate"
+    ):
+        ctx.ops.matmul_all_reduce(None, torch.ones(4, 4), torch.ones(4, 4), config=config)
+    return True
 
 
 def test_ranks_with_other_tiles_are_told(ranks):

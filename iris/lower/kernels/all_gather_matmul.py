@@ -38,8 +38,11 @@ from iris.lower.kernels.host import (
     target,
 )
 from iris.lower.kernels.protocol import (
+    crew,
     enter,
     finished,
+    first_item,
+    first_ticket,
     leave,
     meet,
     peer,
@@ -65,7 +68,7 @@ def _blocks(rows, columns, S: tl.constexpr):
 
 
 @device_function
-def _push(x, m, K, staging, row, column, ld, state, rank, S: tl.constexpr):
+def _push(x, m, K, staging, row, column, ld, state, rank, number, S: tl.constexpr):
     """Send ``x = (source, row stride, column stride)`` [m, K] to all members' staging, by ticket.
 
     It lies at (row, column) there. Returns how many blocks this program sent. To this rank's own
@@ -73,7 +76,7 @@ def _push(x, m, K, staging, row, column, ld, state, rank, S: tl.constexpr):
     """
     W: tl.constexpr = S.world
     sent = 0
-    block = ticket(state, 0)
+    block = first_ticket(state, 0, number, S)
     while block < _blocks(m, K, S):
         later = ticket(state, 0)
         r, c = _block(block, K, S)
@@ -131,9 +134,9 @@ def _copy_gathered(source, M, K, ld, out, number, line, S: tl.constexpr):
     """Copy the gathered x from staging to ``out`` [M, K], when all ranks' rows are there."""
     flags, epoch, state, watch = line
     wait_members(flags, 0, S.world - 1, epoch, watch, S.lanes)
-    block = number
+    block = first_item(number, S)
     while block < _blocks(M, K, S):
-        later = ticket(state, 1) + tl.num_programs(0)
+        later = ticket(state, 1) + crew(S)
         r, c = _block(block, K, S)
         mask = (r < M)[:, None] & (c < K)[None, :]
         r = r.to(tl.int64)[:, None]
@@ -192,7 +195,7 @@ def all_gather_matmul_kernel(
         if T.engine:
             place = (staging, row, column, ld, flags)
             _request(engine, source, m, k, place, rank, epoch, number, T)
-        sent = _push(source, m, k, staging, row, column, ld, state, rank, T)
+        sent = _push(source, m, k, staging, row, column, ld, state, rank, number, T)
         there: tl.constexpr = 1 if T.engine else T.world
         tracing.end(watch, since, tracing.PUSH, nbytes=tracing.block_bytes(sent * there, T))
         if finished(state, 0, sent, _blocks(m, k, T), number):

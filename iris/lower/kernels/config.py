@@ -28,7 +28,8 @@ class GemmConfig:
     tiles share a band of columns, ``pieces`` in how many column pieces a tile is stored (1, 2 or
     4), ``cut`` whether left-over tiles may be cut along the contracted dim, ``tma`` whether tensor
     descriptors are used where they can be, ``copy`` the elements a program moves at a time,
-    ``fast`` whether fp8 products may be summed in what the matrix unit keeps, less than fp32.
+    ``fast`` whether fp8 products may be summed in what the matrix unit keeps, less than fp32,
+    ``communication`` how many programs send, sum and collect besides (0: all).
     """
 
     block_m: int = 128
@@ -43,6 +44,7 @@ class GemmConfig:
     tma: bool = True
     copy: int = 16384
     fast: bool = False
+    communication: int = 0
 
 
 def _interpreter_config(M: int, N: int) -> GemmConfig:
@@ -127,6 +129,7 @@ class Tiling:
     meet: bool = False  # a shard is empty: wait for all members all the same
     one_shot: bool = False  # sums: parts go to all members
     norm: int = 0  # sums: RMSNorm of them too; 2 with a weight
+    communication: int = 0  # programs that communicate; 0: all
 
     @classmethod
     def of(
@@ -150,6 +153,7 @@ class Tiling:
             interpreted and dtype.is_floating_point and dtype.itemsize < 4,
             "tf32" if tf32 else "ieee",
             config.block_k if dtype in FP8 and not config.fast else None,
+            communication=config.communication,
         )
 
     def staged(self, part: torch.dtype, rows: int, columns: int) -> "Tiling":

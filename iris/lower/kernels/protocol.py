@@ -31,6 +31,7 @@ ARRIVED = tl.constexpr(2)
 FAILED = tl.constexpr(3)
 # TICKETS + 2 i: tickets taken of work list i; TICKETS + 2 i + 1: items of it that are done
 TICKETS = tl.constexpr(4)
+NO_ITEM = tl.constexpr(0x7FFFFFFF)
 STATE_WORDS = 16
 PATIENCE = tl.constexpr(0 if INTERPRETED.value else 8)
 
@@ -83,6 +84,34 @@ def ticket(state, work: tl.constexpr):
     Taken before the present item is worked on, it costs no time; one too many does no harm.
     """
     return tl.atomic_add(state + (TICKETS + 2 * work), 1, sem="relaxed", scope="gpu")
+
+
+@device_function
+def first_item(number, T: tl.constexpr):
+    """Program ``number``'s first item of a list that nobody waits for: none outside the crew."""
+    if T.communication > 0:
+        number = tl.where(number < T.communication, number, NO_ITEM)
+    return number
+
+
+@device_function
+def first_ticket(state, work: tl.constexpr, number, T: tl.constexpr):
+    """Program ``number``'s first ticket of a work list: none outside the crew."""
+    item = NO_ITEM
+    if T.communication == 0:
+        item = ticket(state, work)
+    elif number < T.communication:
+        item = ticket(state, work)
+    return item
+
+
+@device_function
+def crew(T: tl.constexpr):
+    """How many programs send, sum and collect: the first to start, so nothing waits in vain."""
+    size = tl.num_programs(0)
+    if T.communication > 0:
+        size = tl.minimum(size, T.communication)
+    return size
 
 
 @device_function

@@ -12,7 +12,16 @@ watch)`` of this rank, ``parts = (slots, rows of a slot, ld)``.
 import triton.language as tl
 
 from iris.device.target import device_function, together
-from iris.lower.kernels.protocol import peer, publish, publish_to, ticket, wait
+from iris.lower.kernels.protocol import (
+    crew,
+    first_item,
+    first_ticket,
+    peer,
+    publish,
+    publish_to,
+    ticket,
+    wait,
+)
 
 
 @device_function
@@ -105,11 +114,14 @@ def sum_rows(
     """
     across = tl.cdiv(size[1], T.columns)
     items = tl.cdiv(m, run) * across
-    item = ticket(line[2], 0) if T.awaited else number
+    if T.awaited:
+        item = first_ticket(line[2], 0, number, T)
+    else:
+        item = first_item(number, T)
     while item < items:
         later = ticket(line[2], 0)
         if not T.awaited:
-            later += tl.num_programs(0)
+            later += crew(T)
         row = item // across * run
         column = item % across * T.columns
         end = tl.minimum(row + run, m)
@@ -200,10 +212,11 @@ def collect(
     each = tl.cdiv(shard, run) * across
     lane = tl.arange(0, LANES)
     target, out_row, out_column, _, _, args = out
-    while number < each * T.world:
-        later = ticket(state, 1) + tl.num_programs(0)
-        owner = (number // each + rank) % T.world
-        item = number % each
+    place = first_item(number, T)
+    while place < each * T.world:
+        later = ticket(state, 1) + crew(T)
+        owner = (place // each + rank) % T.world
+        item = place % each
         row = item // across * run
         column = item % across * T.columns
         first = owner * shard
@@ -225,4 +238,4 @@ def collect(
         if begin < end:
             block = owner * tl.cdiv(shard, run) + item // across
             summed(news, item, block, first + begin, first + end, T)
-        number = later
+        place = later
