@@ -54,7 +54,7 @@ class Choice:
     """How a stage is computed, why, and what each candidate was predicted to take (microseconds).
 
     ``match`` is how the stage is cut for a kernel; None where it runs as torch ops. ``stage`` is
-    what `iris.tune` knows it by, ``ways`` all its algorithms; ``communication`` as in `StageConfig`.
+    what `iris.tune` knows it by, ``ways`` all its algorithms. ``communication``: see `StageConfig`.
     """
 
     algorithm: str

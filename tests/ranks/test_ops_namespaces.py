@@ -210,10 +210,10 @@ def _ranks_disagree():
     assert "block_m=16" in str(caught.value)
     assert "block_m=32" in str(caught.value)
     config = iris.StageConfig(communication=1 + ctx.cur_rank)
-    with pytest.raises(
-        iris.TraceError, match="1 programs communicate(?s:.*)2 programs communicate"
-    ):
+    with pytest.raises(iris.TraceError) as caught:
         ctx.ops.matmul_all_reduce(None, torch.ones(4, 4), torch.ones(4, 4), config=config)
+    assert "1 programs communicate" in str(caught.value)
+    assert "2 programs communicate" in str(caught.value)
     return True
 
 

@@ -97,11 +97,12 @@ def first_item(number, T: tl.constexpr):
 @device_function
 def first_ticket(state, work: tl.constexpr, number, T: tl.constexpr):
     """Program ``number``'s first ticket of a work list: none outside the crew."""
-    item = NO_ITEM
     if T.communication == 0:
         item = ticket(state, work)
-    elif number < T.communication:
-        item = ticket(state, work)
+    else:
+        item = NO_ITEM
+        if number < T.communication:
+            item = ticket(state, work)
     return item
 
 

@@ -114,10 +114,7 @@ def sum_rows(
     """
     across = tl.cdiv(size[1], T.columns)
     items = tl.cdiv(m, run) * across
-    if T.awaited:
-        item = first_ticket(line[2], 0, number, T)
-    else:
-        item = first_item(number, T)
+    item = first_ticket(line[2], 0, number, T) if T.awaited else first_item(number, T)
     while item < items:
         later = ticket(line[2], 0)
         if not T.awaited:
