@@ -6,6 +6,7 @@ python -m iris.bench stages barrier --ranks 4 --models 8B --rows 64 2048
 import argparse
 import importlib
 import os
+import time
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +19,8 @@ from iris.bench.mps import private_daemon, share_of
 # the same rows there.
 COMMANDS = {
     "stages": "fused stages beside cuBLAS and torch",
-    "layer": "one whole layer beside torch's symmetric memory",
-    "model": "decode and prefill of whole models, beside torch's symmetric memory and one rank",
+    "layer": "one whole layer beside plain torch over symmetric memory",
+    "model": "decode and prefill of whole models, beside plain torch and one compiled rank",
     "barrier": "the device barrier beside torch's",
     "gemm": "the GEMM loop of the stages beside cuBLAS",
     "copies": "the copy engine's puts, by the host and by kernels, beside a kernel that stores",
@@ -48,12 +49,15 @@ def _worker(args: Namespace) -> tuple[list[Any], dict[str, Any], Path]:
     path = args.results.resolve() / name
     console = Console(stderr=True)
     rows: list[Any] = []
+    began = time.perf_counter()
     for command in args.commands:
         for row in importlib.import_module(f"iris.bench.{command}").measure(args):
             rows.append(row)
             if ctx.cur_rank == 0:
                 mark = "" if row.right else "  wrong"
-                console.print(f"{row.table} {row.point} {row.name}: {row.time.median:.1f}{mark}")
+                figure = f"{row.time.median:.1f} {row.unit}{mark}"
+                at = f"{time.perf_counter() - began:4.0f} s "
+                console.print(f"{at} {row.table} {row.point} {row.name}: {figure}")
                 save(rows, about, path)
     return rows, about, path
 

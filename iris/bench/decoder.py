@@ -1,4 +1,4 @@
-"""A decoder of the Llama form with random weights, by iris and by its peers: the same shards."""
+"""A decoder of the Llama form with random weights, as a program of iris."""
 
 import math
 from collections.abc import Callable
@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import iris
 from iris import P
-from iris.bench.peers import OPS, group_name, symmetric
 from iris.nn import (
     ColumnParallelLinear,
     ParallelAttention,
@@ -21,7 +19,6 @@ from iris.nn import (
     RMSNorm,
     RowParallelLinear,
 )
-from iris.nn.attention import attend, rotate
 
 SPREAD = 256  # from so many rows on, rows are split over ranks between matmuls
 EPSILON = 1e-5
@@ -184,93 +181,6 @@ def program(module: nn.Module, inputs: Inputs, by_rows: bool = False) -> Callabl
     decorated = iris.spmd(in_specs=specs, outputs="reuse", name=type(module).__name__)
     bound: Callable[..., Any] = decorated(type(module).forward).__get__(module)
     return bound
-
-
-class Peer:
-    """The same modules' weights in plain torch; sums by ``how``.
-
-    ``how``: "one-shot" or "two-shot" (torch's symmetric memory), "alone" (nobody to sum with), or
-    "exact" (all in fp32: what the others are compared with).
-    """
-
-    def __init__(self, module: nn.Module, place: Place, how: str, rows: int, hidden: int) -> None:
-        self.module, self.place, self.how = module, place, how
-        if how in ("one-shot", "two-shot"):
-            self.shared = symmetric(rows, hidden, dtype=place.dtype)[0]
-
-    def __call__(
-        self, x: Tensor, cos: Tensor, sin: Tensor, past: Tensor | None, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """See :meth:`Decoder.forward` and :meth:`Block.forward`; rows are never split."""
-        cos, sin = self._own(cos), self._own(sin)
-        if not isinstance(self.module, Decoder):
-            return self._block(self.module, self._own(x), cos, sin, past, mask)
-        model, held = self.module, []
-        x = self._embedded(model.embed, x)
-        for index, block in enumerate(model.blocks):
-            x, new = self._block(block, x, cos, sin, None if past is None else past[index], mask)
-            held.append(new)
-        return F.linear(self._norm(model.norm, x[:, -1]), self._own(model.head.weight)), (
-            torch.stack(held)
-        )
-
-    def _own(self, weight: Tensor) -> Tensor:
-        return weight.float() if self.how == "exact" else weight
-
-    def _norm(self, norm: Any, x: Tensor) -> Tensor:
-        return F.rms_norm(x, norm.normalized_shape, self._own(norm.weight), norm.eps)
-
-    def _embedded(self, embed: Any, ids: Tensor) -> Tensor:
-        here = ids - self.place.rank * len(embed.weight)
-        known = (here >= 0) & (here < len(embed.weight))
-        found = F.embedding(here.clamp(0, len(embed.weight) - 1), embed.weight)
-        return self._sum(self._own(torch.where(known.unsqueeze(-1), found, 0.0)))
-
-    def _block(
-        self, block: Any, x: Tensor, cos: Tensor, sin: Tensor, past: Any, mask: Any
-    ) -> tuple[Tensor, Tensor]:
-        part = block.attention
-        batch, rows, groups = *x.shape[:2], len(part.qkv)
-        qkv = F.linear(self._norm(block.norm, x), self._own(part.qkv.flatten(0, 1)))
-        qkv = qkv.view(batch, rows, groups, -1, part.width).permute(0, 2, 3, 1, 4)
-        turned = rotate(qkv[:, :, :-1], cos, sin)
-        q, k, v = turned[:, :, :-1], turned[:, :, -1], qkv[:, :, -1]
-        before = None if past is None else self._own(past)
-        found = attend(q, k, v, part.scale, before, mask)
-        joined = found.permute(0, 3, 1, 2, 4).reshape(batch, rows, -1)
-        x = x + self._product(joined, self._own(part.out.weight.flatten(1)))
-        h, mlp = self._norm(block.norm_2, x), block.mlp
-        h = F.silu(F.linear(h, self._own(mlp.gate.weight))) * F.linear(h, self._own(mlp.up.weight))
-        return x + self._product(h, self._own(mlp.down.weight)), torch.stack((k, v))
-
-    def _product(self, x: Tensor, w: Tensor) -> Tensor:
-        if not hasattr(self, "shared"):
-            return self._sum(F.linear(x, w))
-        torch.mm(x.flatten(0, 1), w.t(), out=self.shared)
-        return self._summed().view(*x.shape[:-1], -1)
-
-    def _sum(self, part: Tensor) -> Tensor:
-        if self.how == "alone" or self.place.size == 1:
-            return part
-        if self.how == "exact":
-            return iris.all_reduce(part.contiguous())
-        self.shared.copy_(part.flatten(0, 1))
-        return self._summed().view(part.shape).clone()
-
-    def _summed(self) -> Tensor:
-        """The sum of what is in symmetric memory; it may lie there itself."""
-        flat = self.shared.view(-1)
-        one_shot, two_shot = OPS.one_shot_all_reduce, OPS.two_shot_all_reduce_
-        total: Tensor = (one_shot if self.how == "one-shot" else two_shot)(
-            flat, "sum", group_name()
-        )
-        return total
-
-
-def is_close(found: Tensor, want: Tensor) -> bool:
-    """Within what bf16 operands cost over some layers, in the 2-norm."""
-    error = (found.float() - want.float()).norm() / want.float().norm()
-    return bool(error < 3e-2)
 
 
 def nbytes(module: nn.Module) -> int:

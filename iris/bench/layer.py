@@ -1,29 +1,20 @@
-"""One whole layer (norms, q, k and v, attention, its output, feed-forward) beside the same layer
-with torch's symmetric-memory collectives and cuBLAS; both in CUDA graphs.
+"""One whole layer (norms, q, k and v, attention, its output, feed-forward) beside the same layer in
+plain torch with symmetric memory (see ``model``); all in CUDA graphs.
 """
 
-import random
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from iris.bench.decoder import (
-    SHAPES,
-    SPREAD,
-    Block,
-    Inputs,
-    Peer,
-    Place,
-    is_close,
-    program,
-    rows_of,
-)
-from iris.bench.model import HELD, agree, captured, served
+from iris.bench.decoder import SHAPES, SPREAD, Block, Inputs, Place, program, rows_of
+from iris.bench.model import HELD, Ready, captured, served, timed
 from iris.bench.peers import symmetric
-from iris.bench.timing import Row, paced
+from iris.bench.timing import Row
+from iris.bench.torch_decoder import Peer, ways
 
 ROWS = (1, 64, 2048)
 
@@ -35,8 +26,7 @@ def measure(args: Namespace) -> Iterator[Row]:
         shape, place = SHAPES[name], Place.here()
         block = Block(shape, place, 2)
         for M in ROWS:
-            decode = M < SPREAD
-            sizes = (M, 1, HELD) if decode else (1, M, 0)
+            sizes = (M, 1, HELD) if M < SPREAD else (1, M, 0)
             inputs = Inputs.of(shape, place, *sizes, layers=0)
             point = {"model": name, "M": M}
             with torch.no_grad():
@@ -53,18 +43,18 @@ def _point(
     hidden, M = inputs.x.shape[-1], point["M"]
     want = Peer(block, place, "exact", M, hidden)(*inputs.args)[0]
     spread = M >= SPREAD
+
+    def part(split: bool) -> Tensor:
+        return rows_of(want, place) if split else want
+
     x = rows_of(inputs.x, place) if spread else inputs.x
-    ours = served(program(block, inputs, spread), x, inputs)
-    steps: dict[str, Callable[[], Any]] = {"iris": ours}
-    for how in ("one-shot", "two-shot"):
-        if how == "two-shot" or M <= 512:
-            steps[f"torch {how}"] = captured(Peer(block, place, how, M, hidden), inputs)
 
-    def part(name: str) -> Tensor:
-        return rows_of(want, place) if name == "iris" and spread else want
+    def ours() -> Any:
+        return served(program(block, inputs, spread), x, inputs)
 
-    right = {name: agree(is_close(step()[0], part(name))) for name, step in steps.items()}
-    names = list(steps)
-    random.Random(M).shuffle(names)
-    for name, spent in paced({n: steps[n] for n in names}, align).items():
-        yield Row("layer", point, name, spent, right[name])
+    ready = {"iris": Ready.by("iris", ours, part(spread))}
+    for how in ways(M, place.size):
+        peer = Peer(block, place, how, M, hidden)
+        name = f"torch {how}"
+        ready[name] = Ready.by(name, partial(captured, peer, inputs), part(peer.split))
+    yield from timed("layer step", point, ready, align)

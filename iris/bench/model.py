@@ -1,15 +1,20 @@
 """Whole models: decode and prefill by iris, by torch's symmetric memory, and by one rank alone.
 
-Times are microseconds a step: tokens a second are the batch (or the rows) over it. Every rank's
-weights are made where they are; sums of the peers are torch's one-shot and two-shot all-reduce, and
-their products cuBLAS, in one CUDA graph a step. The reference is torch.compile on one rank with all
-the weights and the same share of the GPU, which has nobody to wait for.
+Times are microseconds a step: tokens a second are the rows M over it. Every rank's weights are made
+where they are. The peers are cuBLAS and torch's one-shot and two-shot all-reduce, its products
+fused with collectives, and cuBLAS with its collectives by copies, each in one CUDA graph a step.
+The reference is torch.compile on one rank with all the weights and the same share of the GPU,
+which has nobody to wait for: ranks compile it for different models at once, and are timed in turn.
 """
 
+import gc
 import random
 import time
+import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,100 +22,162 @@ import torch.distributed as dist
 from torch import Tensor
 
 import iris
-from iris.bench.decoder import (
-    SHAPES,
-    Decoder,
-    Inputs,
-    Peer,
-    Place,
-    Shape,
-    is_close,
-    nbytes,
-    program,
-)
+from iris.bench.decoder import SHAPES, Decoder, Inputs, Place, Shape, nbytes, program
 from iris.bench.peers import symmetric
 from iris.bench.timing import Row, Time, agreed, capture, paced
+from iris.bench.torch_decoder import Peer, is_close, ways
+from iris.lower.memory import memory_of
 
 BATCHES = (1, 16, 64)
 PREFILLS = (512, 2048, 4096)
 HELD = 512  # rows in the cache of a decode step, which has room for twice as many
-REFERENCE_SECONDS = 100  # of a model; the reference starts no more points after that
+REFERENCE = "one rank, compiled"
+REFERENCE_SECONDS = 60  # then no rank compiles one more point for the reference
+
+Step = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Point:
+    """What one step works on."""
+
+    model: str
+    batch: int
+    rows: int
+    held: int
+
+    @property
+    def kind(self) -> str:
+        return "decode" if self.held else "prefill"
+
+    @property
+    def label(self) -> dict[str, Any]:
+        return {"model": self.model, "batch": self.batch, "M": self.batch * self.rows}
+
+    def inputs(self, place: Place) -> Inputs:
+        shape = SHAPES[self.model]
+        return Inputs.of(shape, place, self.batch, self.rows, self.held, shape.layers)
+
+    @classmethod
+    def of(cls, model: str) -> "list[Point]":
+        """All of a model."""
+        decode = [cls(model, batch, 1, HELD) for batch in BATCHES]
+        return decode + [cls(model, 1, rows, 0) for rows in PREFILLS]
 
 
 def measure(args: Namespace) -> Iterator[Row]:
     """All points of all models; runs on every rank."""
-    began, align = time.perf_counter(), symmetric(64)[1].barrier
-    for number, name in enumerate(args.models):
-        shape, place = SHAPES[name], Place.here()
-        model = Decoder(shape, place)
-        yield from _memory(name, model, shape, place)
-        points = [(batch, 1, HELD) for batch in BATCHES] + [(1, rows, 0) for rows in PREFILLS]
-        for batch, rows, held in points:
-            inputs = Inputs.of(shape, place, batch, rows, held, shape.layers)
-            kind = "decode" if held else "prefill"
-            point = {"model": name, "batch": batch, "M": batch * rows}
-            yield from _point(kind, point, model, place, inputs, shape, align)
+    align = symmetric(64)[1].barrier
+    for name in args.models:
+        place = Place.here()
+        model = Decoder(SHAPES[name], place)
+        yield from _weights(name, model, SHAPES[name], place)
+        for point in Point.of(name):
+            with torch.no_grad():
+                yield from _point(point, model, place, align)
         del model
-        yield from _reference(name, shape, points, began + (number + 1) * REFERENCE_SECONDS)
         torch.cuda.empty_cache()
+    yield from _reference(args.models, time.perf_counter() + REFERENCE_SECONDS)
 
 
-def _memory(name: str, model: Decoder, shape: Shape, place: Place) -> Iterator[Row]:
+def _weights(name: str, model: Decoder, shape: Shape, place: Place) -> Iterator[Row]:
     """This rank's weights beside an even share of the model's; both in MB."""
     part = shape.heads * shape.width * 2 + shape.kv_heads * shape.width * 2
     layer = shape.hidden * (part + 3 * shape.inner)
     whole = shape.layers * layer + 2 * shape.words * shape.hidden
-    for label, size in (("iris", nbytes(model)), ("even share", whole * 2 / place.size)):
-        figure = size / 1e6
-        yield Row("weights", {"model": name}, label, Time(*3 * (figure,)), unit="MB")
+    yield _size("weights", {"model": name}, "iris", nbytes(model))
+    yield _size("weights", {"model": name}, "even share", whole * 2 / place.size)
 
 
-def _peak(kind: str, point: dict[str, Any], model: Decoder, inputs: Inputs) -> Iterator[Row]:
-    """The most that was allocated beside the heap on any rank, and what of it was there before."""
-    held = nbytes(model) + (0 if inputs.past is None else inputs.past.nbytes)
-    for label, size in (
-        ("iris", torch.cuda.max_memory_allocated()),
-        ("weights and cache", held),
-    ):
-        figure = agreed([size / 1e6] * 2)
-        yield Row(f"memory beside the heap, {kind}", point, label, figure, unit="MB")
+def _size(table: str, point: dict[str, Any], name: str, size: float) -> Row:
+    """A number of bytes on the rank that has most."""
+    return Row(table, point, name, agreed([size / 1e6] * 2), unit="MB")
 
 
 def _point(
-    kind: str,
-    point: dict[str, Any],
-    model: Decoder,
-    place: Place,
-    inputs: Inputs,
-    shape: Shape,
-    align: Callable[[], object],
+    point: Point, model: Decoder, place: Place, align: Callable[[], object]
 ) -> Iterator[Row]:
-    rows = inputs.x.numel()
-    with torch.no_grad():
-        want = Peer(model, place, "exact", rows, shape.hidden)(*inputs.args)[0]
-        steps: dict[str, Callable[[], Any]] = {}
-        right: dict[str, bool] = {}
-        for name in ("iris", "torch one-shot", "torch two-shot"):
-            if name == "torch one-shot" and rows > 512:  # W times the traffic: not for many rows
-                continue
-            started = time.perf_counter()
-            if name == "iris":
-                torch.cuda.reset_peak_memory_stats()
-                steps[name] = served(program(model, inputs), inputs.x, inputs)
-                yield from _peak(kind, point, model, inputs)
-            else:
-                peer = Peer(model, place, name.partition(" ")[2], rows, shape.hidden)
-                steps[name] = captured(peer, inputs)
-            first = steps[name]()[0]
-            torch.cuda.synchronize()
-            seconds = time.perf_counter() - started
-            ready = agreed([seconds * 1e6] * 2)
-            yield Row(f"time to first {kind}", point, name, ready, unit="µs")
-            right[name] = agree(is_close(first, want))
-        names = list(steps)
-        random.Random(rows).shuffle(names)
-        for name, spent in paced({n: steps[n] for n in names}, align).items():
-            yield Row(f"{kind} step", point, name, spent, right[name])
+    inputs, label = point.inputs(place), point.label
+    rows, hidden = label["M"], SHAPES[point.model].hidden
+    want = Peer(model, place, "exact", rows, hidden)(*inputs.args)[0]
+    ready: dict[str, Ready] = {}
+    before, started = _allocated(), time.perf_counter()
+    made: list[Any] = []
+
+    def ours() -> Step:
+        made[:] = [program(model, inputs)]
+        return served(made[0], inputs.x, inputs)
+
+    ready["iris"] = Ready.by("iris", ours, want)
+    yield _first(point, "iris", started)
+    taken = torch.cuda.max_memory_allocated() - before
+    yield from _memory(point, model, inputs, made[0], taken)
+    for how in ways(rows, place.size):
+        started, peer = time.perf_counter(), Peer(model, place, how, rows, hidden)
+        name = f"torch {how}"
+        ready[name] = Ready.by(name, partial(captured, peer, inputs), want)
+        yield _first(point, name, started)
+    yield from timed(f"{point.kind} step", label, ready, align)
+
+
+def _allocated() -> int:
+    """Bytes beside the heap; the most of them is counted from now on."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def _first(point: Point, name: str, started: float) -> Row:
+    """The time from nothing to the first result: tracing, compiling, capturing."""
+    spent = agreed([(time.perf_counter() - started) * 1e6] * 2)
+    return Row(f"time to first {point.kind}", point.label, name, spent)
+
+
+def _memory(point: Point, model: Decoder, inputs: Inputs, step: Any, taken: int) -> Iterator[Row]:
+    """The most that a rank used for the program, with its weights, its cache and its workspace on
+    the heap, beside what was planned.
+    """
+    made = step.programs[-1]
+    plan = memory_of(made.fused, made.executable, dict(made.mesh.coord))
+    held = nbytes(model) + (0 if inputs.past is None else inputs.past.nbytes) + plan.heap
+    table = f"memory, {point.kind}"
+    yield _size(table, point.label, "iris", held + taken)
+    yield _size(table, point.label, "shard and plan", held + plan.local)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A contestant at one point: its captured step, and whether its result was right."""
+
+    step: Step
+    right: bool
+
+    @classmethod
+    def by(cls, name: str, make: Callable[[], Step], want: Tensor) -> "Ready":
+        """What ``make`` gives, and by cublasLt if that of cuBLAS, which some shares of a GPU make
+        wrong, is not ``want``. Collective.
+        """
+        prefer = torch.backends.cuda.preferred_blas_library
+        for library in ("cublas", "cublaslt"):
+            prefer(library)
+            step = make()
+            ready = cls(step, agree(is_close(step()[0], want)))
+            if ready.right:
+                break
+            warnings.warn(f"{name} is wrong by {library}", stacklevel=2)
+        prefer("cublas")
+        return ready
+
+
+def timed(
+    table: str, label: dict[str, Any], ready: dict[str, Ready], align: Callable[[], object]
+) -> Iterator[Row]:
+    """The times of contestants in shuffled turns."""
+    names = list(ready)
+    random.Random(label["M"]).shuffle(names)
+    for name, spent in paced({n: ready[n].step for n in names}, align).items():
+        yield Row(table, label, name, spent, ready[name].right)
 
 
 def served(step: Callable[..., Any], x: Tensor, inputs: Inputs) -> Callable[[], Any]:
@@ -147,53 +214,69 @@ def captured(peer: Peer, inputs: Inputs) -> Callable[[], Any]:
     return run
 
 
-def _reference(
-    name: str, shape: Shape, points: list[tuple[int, int, int]], until: float
-) -> Iterator[Row]:
-    """The whole model on one rank, compiled by torch; the other ranks wait for each figure."""
-    rows = _compiled(name, shape, points, until) if dist.get_rank() == 0 else None
-    while True:
-        box = [next(rows, None) if rows is not None else None]
-        dist.broadcast_object_list(box, 0)
-        if box[0] is None:
-            return
-        yield box[0]
+def _reference(models: list[str], until: float) -> Iterator[Row]:
+    """The whole models on one rank each, compiled by torch."""
+    tasks = [point for name in models for point in Point.of(name)]
+    kinds = list(dict.fromkeys((point.model, point.kind) for point in tasks))
+    owners = {kind: number % dist.get_world_size() for number, kind in enumerate(kinds)}
+    mine = [p for p in tasks if owners[p.model, p.kind] == dist.get_rank()]
+    steps = _compiled(mine, until)
+    dist.barrier()
+    for point in tasks:
+        box = [_alone(point, *steps[point]) if point in steps else []]
+        dist.broadcast_object_list(box, owners[point.model, point.kind])
+        yield from box[0]
 
 
-def _compiled(
-    name: str, shape: Shape, points: list[tuple[int, int, int]], until: float
-) -> Iterator[Row]:
+def _compiled(points: list[Point], until: float) -> dict[Point, tuple[Step, float]]:
+    """Each point's captured step, and the seconds that it took to make."""
+    made = {}
     place = Place(0, 1, iris.current().device, torch.bfloat16)
-    model = Decoder(shape, place)
-    peer = torch.compile(Peer(model, place, "alone", 0, 0).__call__, dynamic=True)
-    for batch, count, held in points:
-        if time.perf_counter() > until:
-            return
-        inputs = Inputs.of(shape, place, batch, count, held, shape.layers)
-        point = {"model": name, "batch": batch, "M": batch * count}
-        kind = "decode step" if held else "prefill step"
-        with torch.no_grad():
-            yield Row(kind, point, "one rank, compiled", _alone(peer, inputs))
+    for name in dict.fromkeys(point.model for point in points):
+        peer = Peer(Decoder(SHAPES[name], place), place, "alone", 0, 0)
+        step = torch.compile(peer.__call__, dynamic=True)
+        for point in points:
+            if point.model == name and time.perf_counter() < until:
+                inputs, started = point.inputs(place), time.perf_counter()
+                made[point] = _captured_alone(step, inputs), time.perf_counter() - started
+    return made
 
 
-def _alone(step: Callable[..., Any], inputs: Inputs) -> Time:
-    """The time of a step that waits for nobody."""
+@torch.no_grad()
+def _captured_alone(step: Callable[..., Any], inputs: Inputs) -> Step:
+    """A step that waits for nobody; it keeps what its graph reads."""
     for _ in range(2):
         step(*inputs.args)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step(*inputs.args)
+
+    def run() -> tuple[Any, Inputs]:
+        graph.replay()
+        return step, inputs
+
+    run()
+    torch.cuda.synchronize()
+    return run
+
+
+def _alone(point: Point, step: Step, seconds: float) -> list[Row]:
+    """How long one rank took to make the step, and takes for it."""
     times = []
     for _ in range(9):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        graph.replay()
+        step()
         stop.record()
         torch.cuda.synchronize()
         times.append(1e3 * float(start.elapsed_time(stop)))
     times.sort()
-    return Time(times[4], times[1], times[7])
+    first, spent = Time(*3 * (seconds * 1e6,)), Time(times[4], times[1], times[7])
+    return [
+        Row(f"time to first {point.kind}", point.label, REFERENCE, first),
+        Row(f"{point.kind} step", point.label, REFERENCE, spent),
+    ]
 
 
 def agree(answer: bool) -> bool:

@@ -5,7 +5,7 @@ import json
 import math
 import platform
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -20,7 +20,7 @@ from iris.bench.timing import Row, Time
 
 # Not peers: what none can be faster (or smaller) than, and what one rank does alone.
 FLOORS = (
-    "gemm", "empty kernel", "copy", "bare replay", "weights and cache", "even share",
+    "gemm", "empty kernel", "copy", "bare replay", "shard and plan", "even share",
     "one rank, compiled",
 )  # fmt: skip
 
@@ -82,20 +82,15 @@ def ratios(point: dict[str, Row]) -> tuple[float, float]:
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
-    """Print one table each; ``x`` marks results that were wrong, in brackets 10% .. 90%."""
+    """Print one table each; ``x`` marks results that were wrong, in brackets 10% .. 90%. Steps of
+    models are shown as tokens a second too.
+    """
     for title, items in groupby(points(rows), lambda item: item[0]):
         found = list(items)
-        names = list(dict.fromkeys(name for _, _, point in found for name in sorted(point)))
         unit = next(iter(found[0][2].values())).unit
-        table = Table(title=f"{title}, {unit}")
-        keys = list(found[0][1])
-        for head in (*keys, *names, "iris / floor", "best peer / iris"):
-            table.add_column(head, justify="right")
-        for _, key, point in found:
-            cells = [_cell(point[name]) if name in point else "" for name in names]
-            figures = (f"{value:.3f}" for value in ratios(point))
-            table.add_row(*(str(key[k]) for k in keys), *cells, *figures)
-        console.print(table)
+        console.print(_table(f"{title}, {unit}", found, _cell))
+        if title.endswith(" step"):
+            console.print(_table(f"{title}, tokens/s", found, _tokens))
         gains = [ratios(point)[1] for _, _, point in found]
         known = [gain for gain in gains if not math.isnan(gain)]
         if known:
@@ -103,9 +98,30 @@ def show(rows: Sequence[Row], console: Console) -> None:
             console.print(f"best peer / iris: geometric mean {mean:.3f}, worst {worst:.3f}\n")
 
 
+def _table(
+    title: str,
+    found: Sequence[tuple[str, dict[str, Any], dict[str, Row]]],
+    cell: Callable[[Row], str],
+) -> Table:
+    names = list(dict.fromkeys(name for _, _, point in found for name in sorted(point)))
+    table, keys = Table(title=title), list(found[0][1])
+    for head in (*keys, *names, "iris / floor", "best peer / iris"):
+        table.add_column(head, justify="right")
+    for _, key, point in found:
+        cells = [cell(point[name]) if name in point else "" for name in names]
+        figures = (f"{value:.3f}" for value in ratios(point))
+        table.add_row(*(str(key[k]) for k in keys), *cells, *figures)
+    return table
+
+
 def _cell(row: Row) -> str:
     mark = "" if row.right else " x"
     return f"{row.time.median:.1f}{mark} [{row.time.low:.0f} {row.time.high:.0f}]"
+
+
+def _tokens(row: Row) -> str:
+    """Every row of a step is a token."""
+    return f"{1e6 * row.point['M'] / row.time.median:.0f}{'' if row.right else ' x'}"
 
 
 def save(rows: Sequence[Row], about: dict[str, Any], path: Path) -> None:

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import iris
-from iris.bench.decoder import Block, Decoder, Inputs, Peer, Place, Shape, program, rows_of
+from iris.bench.decoder import Block, Decoder, Inputs, Place, Shape, program, rows_of
 from iris.bench.mps import share_of
+from iris.bench.torch_decoder import Peer
 from iris.nn import (
     Checkpoint,
     ColumnParallelLinear,

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 import iris
-from iris.bench.decoder import Block, Decoder, Inputs, Peer, Place, Shape, program, rows_of
+from iris.bench.decoder import Block, Decoder, Inputs, Place, Shape, program, rows_of
+from iris.bench.torch_decoder import Peer, ways
 
 pytestmark = pytest.mark.ranks
 
 SHAPE = Shape(hidden=16, inner=24, heads=8, layers=2, kv_heads=4, width=4, words=40)
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
 def _run(layers, batch, rows, held):
@@ -21,15 +23,23 @@ def _run(layers, batch, rows, held):
     step = program(module, inputs, spread)
     with torch.no_grad():
         want, kept = Peer(module, place, "exact", batch * rows, SHAPE.hidden)(*inputs.args)
+        split, also = Peer(module, place, "exact, split", batch * rows, 0)(*inputs.args)
+        torch.testing.assert_close(split, want if layers else rows_of(want, place), **CLOSE)
+        torch.testing.assert_close(also, kept, **CLOSE)
         for _ in range(3):
             found, new = step(x, *inputs.args[1:])
-            close = {"rtol": 1e-4, "atol": 1e-4}
             part = rows_of(want, place) if spread else want
-            torch.testing.assert_close(found, part, **close)
-            torch.testing.assert_close(new, kept, **close)
+            torch.testing.assert_close(found, part, **CLOSE)
+            torch.testing.assert_close(new, kept, **CLOSE)
 
 
 @pytest.mark.parametrize("layers", [0, 2], ids=["layer", "model"])
 @pytest.mark.parametrize(("batch", "rows", "held"), [(3, 1, 8), (1, 256, 0), (2, 5, 0)], ids=str)
 def test_iris_and_its_peers_compute_the_same(ranks, layers, batch, rows, held):
     ranks(2).run(_run, layers, batch, rows, held)
+
+
+def test_which_peers_there_are():
+    assert ways(1, 4) == ["one-shot", "two-shot"]
+    assert ways(512, 4) == ["one-shot", "two-shot", "fused", "low contention"]
+    assert ways(2048, 4) == ["two-shot", "fused", "low contention"]
