@@ -39,7 +39,7 @@ def quiet(copy_engine_ctx, to_rank):
 def drain(row, to_rank):
     """``quiet`` for the queue at ``row``."""
     asked = tl.atomic_add(_word(row + WRITE), 0, sem="acquire", scope="gpu")
-    _wait_for(row + DONE, asked, row, to_rank)
+    _wait_for(row + DONE, asked, row, to_rank, None)
 
 
 @device_function
@@ -47,7 +47,7 @@ def enqueue(row, to_rank, op, dst, src, width, height, dst_pitch, src_pitch):
     """Append a descriptor to the queue at ``row``; waits while that is full."""
     slots = tl.load(row + SLOTS)
     ticket = tl.atomic_add(_word(row + WRITE), 1, sem="relaxed", scope="gpu")
-    _wait_for(row + READ, ticket + 1 - slots, row, to_rank)
+    _wait_for(row + READ, ticket + 1 - slots, row, to_rank, _word(row + BELL) + 1)
     at = _word(row + QUEUE) + ticket % slots * WORDS
     tl.store(at + 1, tl.cast(op, tl.int64))
     tl.store(at + 2, tl.cast(dst, tl.int64))
@@ -176,8 +176,9 @@ def _word(entry):
 
 
 @device_function
-def _wait_for(counter, ticket, row, to_rank):
-    wait(_word(counter), ticket, _word(row + RECORD), tl.load(row + STAGE), to_rank)
+def _wait_for(counter, ticket, row, to_rank, source):
+    record, stage = _word(row + RECORD), tl.load(row + STAGE)
+    wait(_word(counter), ticket, record, stage, to_rank, source=source)
 
 
 @triton.jit(do_not_specialize=["address", "value", "wide", "stage", "peer"])

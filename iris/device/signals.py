@@ -15,6 +15,7 @@ import triton.language as tl
 from iris.device import watch
 from iris.device.target import (
     POLLS_PER_CHECK,
+    carry_over,
     clock,
     device_function,
     load_acquire,
@@ -59,13 +60,14 @@ def arrive(ptr, count=1):
 
 
 @device_function
-def wait(ptr, epoch, record, stage=0, peer=-1, mask=None):
+def wait(ptr, epoch, record, stage=0, peer=-1, mask=None, source=None):
     """Wait until the flag at ``ptr`` is at or past ``epoch``: acquire at system scope.
 
     ``ptr`` may be a 1-D block with a ``mask``: then every flag in it. ``record`` is
     ``ctx.watch.record``; ``stage`` a number from ``ctx.watch.stage``; ``peer`` (a block for a
-    block) the place, among that stage's ranks, of the rank that writes the flag. Return true when
-    the flags came, false when some rank's wait ran out: the host will then raise.
+    block) the place, among that stage's ranks, of the rank that writes the flag. With ``source``, a
+    word that the host writes, one flag follows that. Return true when the flags came, false when
+    some rank's wait ran out: the host will then raise.
     """
     claim = _claim(stage)
     since = tl.cast(0, tl.int64)
@@ -89,7 +91,7 @@ def wait(ptr, epoch, record, stage=0, peer=-1, mask=None):
             if now - since > tl.load(record + SLOW):
                 _tell_slow(record, stage, epoch, polls)
         # Of a wait that is over, what was missing is kept, though it may come now.
-        seen = tl.where(state == 0, load_acquire(ptr, mask), seen)
+        seen = tl.where(state == 0, _look(ptr, mask, source), seen)
     if (state == claim) & (was_clear != 0):  # claimed now, not by an earlier wait of this program
         _write(record, stage, peer, epoch, seen, mask)
     waited(ptr, epoch, mask, state)
@@ -97,6 +99,15 @@ def wait(ptr, epoch, record, stage=0, peer=-1, mask=None):
         _tell_host(record)
     together()
     return state == 0
+
+
+@device_function
+def _look(ptr, mask, source):
+    if source is None:
+        seen = load_acquire(ptr, mask)
+    else:
+        seen = carry_over(ptr, source)
+    return seen
 
 
 @device_function

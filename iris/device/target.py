@@ -3,6 +3,7 @@
 import functools
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import triton
@@ -111,6 +112,17 @@ def _compiled_publish(ptr: Any, value: Any, _semantic: Any = None) -> Any:
 
 
 @tl.core.extern
+def _compiled_carry_over(ptr: Any, source: Any, _semantic: Any = None) -> Any:
+    """Raise the word at ``ptr`` to the one at ``source``, which the host writes; return what it was.
+
+    The same in every thread, though each loads for itself: one of them performs the atomic. On what
+    the host writes there may be none (see ``_compiled_publish``).
+    """
+    value = tl.load(source, volatile=True, _semantic=_semantic)
+    return tl.atomic_max(ptr, value, sem="acq_rel", scope="sys", _semantic=_semantic)
+
+
+@tl.core.extern
 def _compiled_places(like: Any, _semantic: Any = None) -> Any:
     """0, 1, 2 ... in the shape of a 1-D block and, in Gluon, in its layout."""
     layout = getattr(like.type, "layout", None)
@@ -156,6 +168,11 @@ def _interpreted_load_acquire(ptr: Any, mask: Any) -> Any:
         return tl.atomic_add(ptr, 0, mask=mask, sem="acquire", scope="sys")
 
 
+def _interpreted_carry_over(ptr: Any, source: Any) -> Any:
+    with nullcontext() if observer is None else observer.polling():
+        return tl.atomic_max(ptr, tl.load(source), sem="acq_rel", scope="sys")
+
+
 @tl.core.extern
 def _compiled_waited(ptr: Any, epoch: Any, mask: Any, state: Any, _semantic: Any = None) -> Any:
     return None
@@ -181,6 +198,7 @@ now = _interpreted_now if INTERPRETED.value else _compiled_now
 # The multiprocessor that the program is on; -1 where there is none, or none that can be told.
 multiprocessor = _interpreted_multiprocessor if INTERPRETED.value else _compiled_multiprocessor
 waited = _interpreted_waited if INTERPRETED.value else _compiled_waited
+carry_over = _interpreted_carry_over if INTERPRETED.value else _compiled_carry_over
 load_acquire = _interpreted_load_acquire if INTERPRETED.value else _compiled_load_acquire
 
 

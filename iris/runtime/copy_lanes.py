@@ -154,10 +154,6 @@ class Lanes:
                     dst, src = op.dst + row * op.dst_pitch, op.src + row * op.src_pitch
                     ctypes.memmove(dst, src, op.width)
 
-    def perform_now(self, op: Mark) -> None:
-        """Carry out ``op`` out of any order."""
-        _mark(op)
-
     def enter_thread(self) -> None:
         """Called first on the engine's thread."""
 
@@ -309,9 +305,6 @@ class StreamLanes(Lanes):
         stream = self._stream(key)
         for op in ops:
             self._issue(stream, op)
-
-    def perform_now(self, op: Mark) -> None:
-        self._issue(self._urgent, op)
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._device)

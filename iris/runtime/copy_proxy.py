@@ -53,14 +53,13 @@ class Engine:
         # READ, DONE and WRITE of every peer, which kernels poll, and words to try things on.
         words = ctx.heap.allocate(8 * (3 * world + 4), internal=True).tensor.view(torch.int64)
         words.zero_()
-        self._taken, self._done, self._tickets = words[:-4].view(3, world)
-        self._taken_at, self._done_at = (
-            [word.data_ptr() for word in counters] for counters in (self._taken, self._done)
-        )
-        host = torch.zeros(world * (slots * WORDS + 1), dtype=torch.int64, pin_memory=on_gpu)
-        self._rings = host[world:].view(world, slots, WORDS)
-        self._bells = host[:world]
+        self._read, self._done, self._tickets = words[:-4].view(3, world)
+        self._done_at = [word.data_ptr() for word in self._done]
+        host = torch.zeros(world * (slots * WORDS + 2), dtype=torch.int64, pin_memory=on_gpu)
+        self._rings = host[2 * world :].view(world, slots, WORDS)
+        self._bells, self._taken = host[: 2 * world].view(world, 2).unbind(1)
         self._ring_words, self._bell_words = self._rings.numpy(), self._bells.numpy()
+        self._taken_words = self._taken.numpy()
         self._rung = b""
         self._next = [0] * world  # ticket that is taken next from a queue
         self.context = self._rows()
@@ -131,7 +130,7 @@ class Engine:
     def restart(self, ticket: int) -> None:
         """Let every queue go on with number ``ticket``; for tests, when none is in use."""
         self._next = [ticket] * len(self._next)
-        for counters in (self._taken, self._done, self._tickets):
+        for counters in (self._taken, self._read, self._done, self._tickets):
             counters.fill_(ticket)
 
     def _rows(self) -> Tensor:
@@ -139,7 +138,7 @@ class Engine:
         stage = watch.stage("the copy engine's queue", range(world))
         rows = torch.zeros(world, ROW, dtype=torch.int64)
         for peer in range(world):
-            tables = self._rings, self._taken, self._tickets, self._bells
+            tables = self._rings, self._read, self._tickets, self._bells
             addresses = [table[peer].data_ptr() for table in tables]
             others = self._slots, watch.record.data_ptr(), stage, self._done_at[peer]
             rows[peer] = torch.tensor([*addresses, *others])
@@ -202,7 +201,8 @@ class Engine:
         if not ops:
             return False
         self._next[peer] = last = first + len(ops)
-        self.lanes.perform_now(Mark(self._taken_at[peer], last, wide=True, add=False))
+        fence()
+        self._taken_words[peer] = last
         done = Mark(self._done_at[peer], last, wide=True, add=False)
         self.lanes.perform((peer, DEVICE), [*ops, done])
         return True

@@ -199,6 +199,17 @@ def test_a_request_is_whole_before_the_host_sees_it(assembly):
         assert re.match(r"(?s:.{0,200})@%p\d+ st\.global\.b64", part)
 
 
+def test_a_full_queue_is_seen_in_host_memory_without_an_atomic_there(assembly):
+    text = assembly["ask"]
+    looks = re.findall(r"ld\.volatile\.global\.b64 \{ (%rd\d+) \}, \[ (%rd\d+)", text)
+    raised = re.findall(
+        r"@%p\d+ atom\.global\.sys\.acq_rel\.max\.s64 %rd\d+, \[ (%rd\d+) \+ 0 \], (%rd\d+)", text
+    )
+    assert len(raised) == 4  # in each of three puts and an addition
+    assert {value for _, value in raised} <= {value for value, _ in looks}
+    assert {place for place, _ in raised}.isdisjoint(place for _, place in looks)
+
+
 @pytest.mark.parametrize("name", ["signal", "hold"])
 def test_what_streams_do_has_system_scope(assembly, name):
     text = assembly[name]

@@ -45,6 +45,10 @@ def test_a_full_queue_that_wraps(ranks, world):
     ranks(world).run(on_device.random_puts, 1000, 300, 1000, queue=16)
 
 
+def test_a_kernel_is_loaded_behind_a_full_queue(ranks):
+    ranks(2).run(on_device.random_puts, 1000, 300, 1000, queue=16, rounds=1, load=False)
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_thread_that_dies_midway(ranks, world):
     ranks(world).run(on_device.killed)

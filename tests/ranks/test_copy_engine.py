@@ -431,9 +431,10 @@ def planned():
         delay(turn if turn == 1 else -1)
         x = small_integers((7, 24), seed=turn)
         w, bias = small_integers((24, 10), seed=10 + turn), small_integers((10,), seed=20 + turn)
-        own = [part[rank] for part in (x.chunk(world), w.chunk(world, 1), bias.chunk(world))]
+        parts = [part[rank] for part in (x.chunk(world), w.chunk(world, 1), bias.chunk(world))]
+        own = [part.to(ctx.device) for part in parts]
         y = up(*own)
-        assert torch.equal(y.cpu(), torch.relu(x @ own[1] + own[2]))
+        assert torch.equal(y.cpu(), torch.relu(x @ parts[1] + parts[2]))
     assert ("copy engine" in str(up.explain(*own))) == ctx.copies_beside_kernels
 
 

@@ -1,6 +1,7 @@
 """Kernels that ask the copy engine for copies, here and (from tests/gpu) on GPUs."""
 
 import random
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ pytestmark = pytest.mark.ranks
 ON_GPU = torch.cuda.is_available()
 
 
-@triton.jit
-def put_pieces(table, x, out, bases, engine, rank, world, first, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["rank", "first"])
+def put_pieces(table, x, out, bases, engine, rank, first, BLOCK: tl.constexpr):
     """Program p puts piece ``first + p``: table rows are peer, from, to, length."""
     row = table + (first + tl.program_id(0)) * 4
     peer = tl.load(row)
@@ -38,7 +39,7 @@ def put_pieces(table, x, out, bases, engine, rank, world, first, BLOCK: tl.const
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["world"])
 def quiet_all(engine, world):
     for peer in range(world):
         copy_engine.quiet(engine, peer)
@@ -59,8 +60,26 @@ def values(rank, size, seed):
     return torch.arange(size, dtype=torch.int32) * 31 + 7_000_001 * rank + 11 * seed
 
 
-def random_puts(count, longest, grid, queue=None, ticket=None, rounds=3):
-    """``count`` puts from every rank, ``grid`` programs a launch, each compared exactly."""
+@contextmanager
+def telling(ctx):
+    """Let an error in the block say how far every queue is."""
+    try:
+        yield
+    except BaseException as error:
+        engine = ctx._engine
+        names = "_tickets", "_read", "_taken", "_done"
+        words = ", ".join(f"{name[1:]} {getattr(engine, name).tolist()}" for name in names)
+        alive = "alive" if engine._thread.is_alive() else "dead"
+        next_ = f"next {engine._next}, {engine.looks} looks, thread {alive}: {engine.error}"
+        error.add_note(f"queues of rank {ctx.cur_rank}: {words}, {next_}")
+        raise
+
+
+def random_puts(count, longest, grid, queue=None, ticket=None, rounds=3, load=True):
+    """``count`` puts from every rank, ``grid`` programs a launch, each compared exactly.
+
+    Without ``load`` the second kernel is loaded while programs of the first may wait for room.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if queue is not None:
             patch.setenv("IRIS_COPY_QUEUE", str(queue))
@@ -75,16 +94,20 @@ def random_puts(count, longest, grid, queue=None, ticket=None, rounds=3):
     out = ctx.zeros(world, room + 1, dtype=torch.int32)
     table = torch.tensor(tables[rank], dtype=torch.int64, device=ctx.device)
     block = max(32, triton.next_power_of_2(longest))
+    request = table, x, out[rank], bases, engine, rank
+    loaded(ctx, put_pieces, *request, 0, BLOCK=block)
+    if load:
+        loaded(ctx, quiet_all, engine, world)
     for seed in range(rounds):
         iris.testing.delay(seed if seed == 1 else -1)
         x.copy_(values(rank, 2 * longest, seed))
         out.fill_(-1)
         ctx.barrier()
-        for first in range(0, count, grid):
-            size = min(grid, count - first)
-            put_pieces[(size,)](table, x, out[rank], bases, engine, rank, world, first, BLOCK=block)
-        quiet_all[(1,)](engine, world)
-        ctx.barrier()
+        with telling(ctx):
+            for first in range(0, count, grid):
+                put_pieces[(min(grid, count - first),)](*request, first, BLOCK=block)
+            quiet_all[(1,)](engine, world)
+            ctx.barrier()
         for source in range(world):
             sent = values(source, 2 * longest, seed)
             parts = [sent[a : a + n] for peer, a, _, n in tables[source] if peer == rank]
