@@ -103,11 +103,7 @@ def wait(ptr, epoch, record, stage=0, peer=-1, mask=None, source=None):
 
 @device_function
 def _look(ptr, mask, source):
-    if source is None:
-        seen = load_acquire(ptr, mask)
-    else:
-        seen = carry_over(ptr, source)
-    return seen
+    return load_acquire(ptr, mask) if source is None else carry_over(ptr, source)
 
 
 @device_function

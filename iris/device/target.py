@@ -113,7 +113,7 @@ def _compiled_publish(ptr: Any, value: Any, _semantic: Any = None) -> Any:
 
 @tl.core.extern
 def _compiled_carry_over(ptr: Any, source: Any, _semantic: Any = None) -> Any:
-    """Raise the word at ``ptr`` to the one at ``source``, which the host writes; return what it was.
+    """Raise the word at ``ptr`` to what the host wrote at ``source``; return what it was.
 
     The same in every thread, though each loads for itself: one of them performs the atomic. On what
     the host writes there may be none (see ``_compiled_publish``).
