@@ -223,12 +223,12 @@ _STDLIB = Path(sysconfig.get_paths()["stdlib"])
 
 
 def _is_library(value: Any) -> bool:
-    """What does not change between calls: modules, and what installed packages define."""
+    """What does not change between calls: modules, functions and classes of installed packages."""
     if isinstance(value, types.ModuleType):
         return True
     module = getattr(value, "__module__", None)
-    if not isinstance(module, str) or not (callable(value) or isinstance(value, type)):
-        return False
+    if not (isinstance(module, str) and callable(value) and hasattr(value, "__name__")):
+        return False  # an instance, such as a torch module, changes
     top = module.partition(".")[0]
     return top in ("torch", "iris", "triton", "numpy", "builtins", "math") or _installed(top)
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
+from torch import nn
 
 import iris
 from iris import P
@@ -57,6 +59,35 @@ def test_class_attribute_and_global_are_seen():
     assert times(f, x).item() == 40
     Config.scale, SCALE = 1.0, 2.0
     assert times(f, x).item() == 8
+
+
+def test_modules_from_outside_are_seen():
+    layer, act, shift = nn.Linear(2, 2), nn.ReLU(), functools.partial(torch.add, 1.0)
+
+    @iris.spmd
+    def f(x):
+        return shift(act(layer(x)))
+
+    def check(programs):
+        with torch.no_grad():
+            assert torch.equal(times(f, x), shift(act(layer(x))))
+        assert traced(f) == programs
+
+    x = torch.tensor([[4.0, -3.0]])
+    check(1)
+    with torch.no_grad():
+        layer.bias.add_(5)
+    check(1)
+    layer.bias = nn.Parameter(torch.ones(2))
+    check(2)
+    layer = nn.Linear(2, 2, bias=False)
+    check(3)
+    act = nn.Dropout(0.0)
+    check(4)
+    act.eval()
+    check(5)
+    shift = functools.partial(torch.add, 2.0)
+    check(6)
 
 
 @dataclasses.dataclass
