@@ -4,6 +4,7 @@ FX graph, with the user's line.
 
 import gc
 import linecache
+import logging
 import os
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -139,6 +140,7 @@ def _recorded(
         torch.random.fork_rng(devices_in_use),  # tracing draws no numbers that the user would miss
         _watch(watched, context.name),
         _explain(context.name),
+        _quiet(),
         mode,
         recorder,
     ):
@@ -182,6 +184,17 @@ def collector_paused() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging its own frames, on every rank, for shapes that do not fit."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 @contextmanager
