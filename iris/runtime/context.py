@@ -23,7 +23,7 @@ from iris.runtime.contacts import meet
 from iris.runtime.copy_engine import CopyEngine
 from iris.runtime.copy_proxy import Engine
 from iris.runtime.creation import Creation
-from iris.runtime.devices import Placement, Share, compute_units, sharing, usable_units
+from iris.runtime.devices import Placement, Share, compute_units, sharing, simulation, usable_units
 from iris.runtime.groups import Group
 from iris.runtime.heap import Heap, slab_bytes
 from iris.runtime.recovery import Counting, Recovery
@@ -180,7 +180,7 @@ class Iris(Creation, CopyEngine, Recovery, RankLogging):
             self.checks.start()
         self._become_current()
         if self.cur_rank == 0 and 0 < gpus < self.num_ranks:
-            self.info(f"simulation: {self.num_ranks} ranks run on {gpus} GPU{'s' * (gpus > 1)}")
+            self.info(simulation(self.num_ranks, gpus))
         return self
 
     def group(self, ranks: Ranks = None) -> Group:

@@ -77,6 +77,18 @@ def usable_units(shares: Sequence[Share]) -> int:
     )
 
 
+def simulation(ranks: int, gpus: int) -> str:
+    """What to tell of ``ranks`` that share ``gpus``, and how they wait less."""
+    text = f"simulation: {ranks} ranks run on {gpus} GPU{'s' * (gpus > 1)}"
+    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    if os.path.exists(f"{folder}/control"):
+        return text
+    return (
+        f"{text} in turn, so that a wait for a peer takes milliseconds; they run at once "
+        "where `nvidia-cuda-mps-control -d` was run before"
+    )
+
+
 def compute_units(device: torch.device) -> int:
     """Return the number of SMs or CUs of a GPU; for the CPU, of cores this process may use."""
     if device.type == "cuda":

@@ -12,7 +12,7 @@ from iris.errors import ConfigError, IrisError
 from iris.logging import DEBUG, set_logger_level
 from iris.runtime.benching import do_bench
 from iris.runtime.context import Iris, current, current_or_none, iris
-from iris.runtime.devices import Share, usable_units
+from iris.runtime.devices import Share, simulation, usable_units
 
 pytestmark = pytest.mark.ranks
 
@@ -133,6 +133,16 @@ def test_device_cuda_without_a_gpu(monkeypatch):
     monkeypatch.setenv("IRIS_DEVICE", "cuda")
     with pytest.raises(ConfigError, match="IRIS_DEVICE=cuda, but this process sees no GPU"):
         iris(1 << 20)
+
+
+def test_ranks_that_share_a_gpu_hear_how_to_run_at_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert simulation(4, 1) == (
+        "simulation: 4 ranks run on 1 GPU in turn, so that a wait for a peer takes milliseconds; "
+        "they run at once where `nvidia-cuda-mps-control -d` was run before"
+    )
+    (tmp_path / "control").touch()
+    assert simulation(3, 2) == "simulation: 3 ranks run on 2 GPUs"
 
 
 class TestLogging:
