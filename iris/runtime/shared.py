@@ -8,7 +8,7 @@ import os
 import pickle
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from iris.runtime.arena import Shelf
 from iris.runtime.segments import Address, Segment
 from iris.runtime.transport import Pickler
 
-_LARGE = 1 << 16  # bytes from which a pickled tensor goes through shared memory
 _SMALL_ALIGN, _PAGE = 64, mmap.PAGESIZE
 _GIVEN_BACK = 1 << 24  # bytes from which a freed block's pages go back to the system
 
@@ -61,9 +60,11 @@ class SharedMemory:
         flat = torch.frombuffer(memory, dtype=dtype, count=span, offset=offset)
         return flat.as_strided(shape, stride)
 
-    def loads(self, data: bytes, copy: bool) -> Any:
-        """Undo ``SharedArena.dumps``: tensors in shared memory are copied out, or used in place."""
-        return _Unpickler(data, self, copy).load()
+    def loads(self, data: bytes, place: Callable[[Tensor, bool], Tensor]) -> Any:
+        """Undo ``SharedArena.dumps``. ``place`` gets each tensor in shared memory, and whether it
+        came from a GPU, and returns what stands for it.
+        """
+        return _Unpickler(data, self, place).load()
 
 
 class SharedArena(SharedMemory):
@@ -113,17 +114,18 @@ class SharedArena(SharedMemory):
         return offset if 0 <= offset < self.segment.address.nbytes else None
 
     def share(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` if it is on the segment, else a contiguous copy there."""
-        if tensor.device.type == "cpu" and self.find(tensor) is not None:
+        """Return ``tensor`` if it is on the segment as it is, else a contiguous copy there."""
+        plain = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
+        if plain and self.find(tensor) is not None:
             return tensor
         return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
 
     def dumps(self, value: object) -> tuple[bytes, list[Tensor]]:
-        """Pickle ``value``; large tensors go through the segment, and must be kept meanwhile."""
+        """Pickle ``value``; its tensors go through the segment, and must be kept meanwhile."""
         with io.BytesIO() as file:
             pickler = _Pickler(file, self)
             pickler.dump(value)
-            return file.getvalue(), pickler.kept
+            return file.getvalue(), [shared for _, shared in pickler.seen.values()]
 
     def _free_dropped(self) -> None:
         while self._dropped:
@@ -135,27 +137,34 @@ class SharedArena(SharedMemory):
 
 
 class _Pickler(Pickler):
-    """Leaves large CPU tensors in shared memory, and writes down where."""
+    """Leaves tensors in shared memory, and writes down where."""
 
     def __init__(self, file: io.BytesIO, arena: SharedArena) -> None:
         super().__init__(file)
-        self.kept: list[Tensor] = []
+        self.seen: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a tensor, and its shared form
         self._arena = arena
 
     def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
         plain = type(value) is Tensor and value.layout is torch.strided and not value.requires_grad
-        if not plain or value.device.type != "cpu" or value.nbytes < _LARGE:
+        if not plain or value.is_meta:
             return None
-        shared = self._arena.share(value)
-        self.kept.append(shared)
-        return self._arena.find(shared), shared.dtype, tuple(shared.shape), shared.stride()
+        if id(value) not in self.seen:
+            self.seen[id(value)] = value, self._arena.share(value)
+        shared = self.seen[id(value)][1]
+        where = self._arena.find(shared) or 0
+        return (where, shared.dtype, tuple(shared.shape), shared.stride()), value.is_cuda
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, memory: SharedMemory, copy: bool) -> None:
+    def __init__(
+        self, data: bytes, memory: SharedMemory, place: Callable[[Tensor, bool], Tensor]
+    ) -> None:
         super().__init__(io.BytesIO(data))
-        self._memory, self._copy = memory, copy
+        self._memory, self._place = memory, place
+        self._seen: dict[object, Tensor] = {}
 
-    def persistent_load(self, place: tuple[Any, ...]) -> Tensor:
-        tensor = self._memory.tensor(*place)
-        return tensor.clone() if self._copy else tensor
+    def persistent_load(self, found: tuple[Any, bool]) -> Tensor:
+        where, on_gpu = found
+        if found not in self._seen:
+            self._seen[found] = self._place(self._memory.tensor(*where), on_gpu)
+        return self._seen[found]

@@ -221,7 +221,8 @@ class LocalMesh(Controller):
         differences = [difference for answer in answers for difference in answer]
         check_equal(function._options.name, len(results.types), results.written, differences)
         _write_back(function._options.name, results, bound, inputs)
-        return results.assemble(tensors)
+        device = next((t.device for t in bound.tensors if t.is_cuda), None)
+        return results.assemble([t.to(device) for t in tensors] if device else tensors)
 
     def trace_program(
         self, function: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -280,9 +280,11 @@ def enter(welcome: Welcome) -> None:
 def run_plain(settings: Settings | None, call: bytes) -> Any:
     """Run a plain function."""
     _apply(settings)
-    memory = _host().memory
+    memory, device = _host().memory, context.current().device
     assert memory is not None
-    fn, args, kwargs = memory.loads(call, copy=True)
+    fn, args, kwargs = memory.loads(
+        call, lambda tensor, on_gpu: tensor.to(device if on_gpu else "cpu", copy=True)
+    )
     return fn(*args, **kwargs)
 
 
@@ -370,7 +372,8 @@ def _signature(request: Request) -> _Signature:
             del host.signatures[key]
     if request.definition is not None:
         assert host.memory is not None
-        definition: Definition = host.memory.loads(request.definition, copy=False)
+        device = context.current().device
+        definition: Definition = host.memory.loads(request.definition, lambda x, _: x.to(device))
         host.definitions[request.program] = definition
         place = host.coordinate(definition.mesh)
         _split_module(definition.instance, definition.mesh, place)

@@ -91,6 +91,10 @@ def test_dtypes_and_strides(mesh, dtype):
     x = small_integers((6, 5)).to(dtype).t()
     assert torch.equal(f(x), x)
     assert torch.equal(f(x[:, 1:4]), x[:, 1:4])
+    if dtype.is_complex:
+        y = f(x * (2 + 1j))
+        assert torch.equal(f(y.conj()), y.conj())
+        assert torch.equal(f(y.conj().imag), y.conj().imag)
 
 
 def test_a_result_without_dims(mesh):
@@ -254,6 +258,26 @@ def test_modules_and_their_updates(mesh):
         module(x)
 
 
+def test_modules_from_outside_and_their_updates(mesh):
+    layer, scale = nn.Linear(2, 3), torch.tensor(2.0)
+
+    @iris.spmd(mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
+    def f(x):
+        return layer(x) * scale
+
+    x = small_integers((8, 2))
+    with torch.no_grad():
+        for step in range(3):
+            assert_close(f(x), layer(x) * scale)
+            layer.bias += step
+            scale += step
+        layer = nn.Linear(2, 3)
+        assert_close(f(x), layer(x) * scale)
+    found = mesh.run(lambda: (layer.weight, scale, [scale] * 2))
+    assert all(torch.equal(weight, layer.weight) for weight, *_ in found)
+    assert all(one is both[0] is both[1] for _, one, both in found)
+
+
 def test_programs_in_programs(mesh):
     inner = _total(mesh)
 
@@ -380,13 +404,21 @@ def test_frames_of_every_failing_rank_once(mesh):
     assert torch.equal(_total(mesh)(torch.ones(4, 2)), torch.full((2,), 4.0))
 
 
-def test_an_error_while_tracing_shows_the_line(mesh):
+def test_an_error_while_tracing_shows_the_line(mesh, capsys):
     @iris.spmd(mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
     def f(x):
         return x.no_such_method()
 
+    @iris.spmd(mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
+    def g(x):
+        return x @ torch.ones(3, 3)
+
     with pytest.raises(iris.LaunchError, match=r"return x\.no_such_method\(\)"):
         f(torch.ones(4))
+    with pytest.raises(iris.LaunchError, match="a and b must have same reduction dim") as caught:
+        g(torch.ones(8, 2))
+    assert str(caught.value).count("in g\n") == 1
+    assert capsys.readouterr().err == ""
 
 
 def test_replicated_results_are_compared(mesh):
