@@ -22,7 +22,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from rich.console import Console
 
-from iris.bench.profile import table
+from iris.bench.timeline import table
 from iris.bench.report import load, points, ratios, show
 from iris.runtime.timeline import Timeline
 
@@ -108,7 +108,7 @@ for key, rivals in found["all_gather_matmul"]:
 #
 # ## The timeline
 #
-# `python -m iris.bench.profile` records what each program of a stage does: when it pushed its rows
+# `python -m iris.bench.timeline` records what each program of a stage does: when it pushed its rows
 # to the peers, waited for theirs, computed a tile, stored it. On a GPU one line is one
 # multiprocessor. These two were recorded on CPU ranks, where Triton's interpreter runs the programs
 # of a rank one after the other: a line is a program, and a tile takes milliseconds. The order is
@@ -116,11 +116,11 @@ for key, rivals in found["all_gather_matmul"]:
 # with its own rows, so that it need not wait.
 
 # %%
-gather = Timeline.load(newest("*-profile-all_gather_matmul-*-W4.json.gz"))
+gather = Timeline.load(newest("*-timeline-all_gather_matmul-*-W4.json.gz"))
 gather
 
 # %%
-scatter = Timeline.load(newest("*-profile-matmul_reduce_scatter-*-W4.json.gz"))
+scatter = Timeline.load(newest("*-timeline-matmul_reduce_scatter-*-W4.json.gz"))
 scatter
 
 # %% [markdown]
@@ -171,7 +171,7 @@ print("dropped:", [rank["dropped"] for rank in ranks])
 #
 # ```sh
 # python -m iris.bench stages --ranks 4 --models 8B 70B --results benchmarks/results
-# python -m iris.bench.profile all_gather_matmul matmul_reduce_scatter --ranks 4 --rows 512 \
+# python -m iris.bench.timeline all_gather_matmul matmul_reduce_scatter --ranks 4 --rows 512 \
 #     --results benchmarks/results
 # ```
 #

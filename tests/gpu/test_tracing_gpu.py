@@ -10,7 +10,7 @@ import torch
 
 import iris
 from iris import P
-from iris.bench.profile import measure
+from iris.bench.timeline import measure
 from iris.runtime.timeline import Timeline
 
 pytestmark = [

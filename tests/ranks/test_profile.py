@@ -13,7 +13,7 @@ from rich.console import Console
 
 import iris
 from iris import P
-from iris.bench.profile import measure, table
+from iris.bench.timeline import measure, table
 from iris.runtime.timeline import Event, Timeline, lanes
 from iris.spmd.profiling import named
 

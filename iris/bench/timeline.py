@@ -1,6 +1,6 @@
 """What a stage does on every SM: waits, copies and tiles, as a trace, a picture and a table.
 
-python -m iris.bench.profile matmul_reduce_scatter --ranks 4 --model 8B --rows 512
+python -m iris.bench.timeline matmul_reduce_scatter --ranks 4 --model 8B --rows 512
 """
 
 import argparse
@@ -151,7 +151,7 @@ def _draw(path: Path) -> str:
 
 def _arguments(argv: Sequence[str] | None) -> Namespace:
     first, _, example = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser("python -m iris.bench.profile", None, first, example)
+    parser = argparse.ArgumentParser("python -m iris.bench.timeline", None, first, example)
     on_gpu = torch.cuda.is_available()
     parser.add_argument("stages", nargs="*", metavar="stage", help=", ".join(STAGES))
     parser.add_argument("--ranks", type=int, default=4)
@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             size = (args.rows, *MODELS[args.model])
             timeline = iris.launch(measure, args.ranks, name, size, timeout=300, env=env | mps)[0]
             device = timeline.about["device"].partition(",")[0].replace(" ", "-")
-            stem = f"{timeline.about['date'][:10]}-profile-{name}-M{args.rows}-{device}"
+            stem = f"{timeline.about['date'][:10]}-timeline-{name}-M{args.rows}-{device}"
             path = args.results / f"{stem}-W{args.ranks}.json.gz"
             timeline.save(path)
             console.print(table(timeline))
