@@ -22,8 +22,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from rich.console import Console
 
-from iris.bench.timeline import table
 from iris.bench.report import load, points, ratios, show
+from iris.bench.timeline import table
 from iris.runtime.timeline import Timeline
 
 RESULTS = Path("../benchmarks/results")
