@@ -14,10 +14,12 @@ from typing import Any
 
 import iris
 from iris.bench.mps import private_daemon, share_of
+from iris.errors import UnsupportedError
 
 # What is measured, by the module that does it: ``measure(args)`` runs on every rank and yields
 # the same rows there.
 COMMANDS = {
+    "profile": "what a rank has of its GPU, kept for the cost model",
     "stages": "fused stages beside cuBLAS and torch",
     "layer": "one whole layer beside plain torch over symmetric memory",
     "model": "decode and prefill of whole models, beside plain torch and one compiled rank",
@@ -88,6 +90,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     from iris.bench.report import plot, show
 
     console = Console()
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            "iris.bench measures ranks on GPUs, and torch finds none",
+            help="python -m iris.bench.timeline works on CPU ranks too",
+        )
     args.shared = args.ranks > torch.cuda.device_count()
     os.environ.update(ENV)  # ranks are forked from a process that has imported torch
     env: dict[str, str] = {}

@@ -81,21 +81,43 @@ def ratios(point: dict[str, Row]) -> tuple[float, float]:
     return ours / floor, _fastest(point, False) / ours
 
 
+def regret(point: dict[str, Row]) -> tuple[str, float]:
+    """The planner's choice, and its time over that of the fastest candidate; nan without one."""
+    chosen = next((row for row in point.values() if row.chosen), None)
+    if chosen is None or not chosen.right:
+        return "" if chosen is None else chosen.name, math.nan
+    return chosen.name, chosen.time.median / _fastest(point, True)
+
+
+def _known(values: Iterable[float]) -> list[float]:
+    return [value for value in values if not math.isnan(value)]
+
+
 def show(rows: Sequence[Row], console: Console) -> None:
-    """Print one table each; ``x`` marks results that were wrong, in brackets 10% .. 90%. Steps of
-    models are shown as tokens a second too.
+    """Print one table each; ``x`` marks results that were wrong, ``*`` the planner's choice; in
+    brackets 10% .. 90%. Steps of models are shown as tokens a second too.
     """
     for title, items in groupby(points(rows), lambda item: item[0]):
         found = list(items)
         unit = next(iter(found[0][2].values())).unit
-        console.print(_table(f"{title}, {unit}", found, _cell))
+        console.print(_table(f"{title}, {unit}" if unit else title, found, _cell))
         if title.endswith(" step"):
             console.print(_table(f"{title}, tokens/s", found, _tokens))
-        gains = [ratios(point)[1] for _, _, point in found]
-        known = [gain for gain in gains if not math.isnan(gain)]
-        if known:
-            mean, worst = statistics.geometric_mean(known), min(known)
+        if gains := _known(ratios(point)[1] for _, _, point in found):
+            mean, worst = statistics.geometric_mean(gains), min(gains)
             console.print(f"best peer / iris: geometric mean {mean:.3f}, worst {worst:.3f}\n")
+    if any(row.chosen for row in rows):
+        console.print(_summary(rows))
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    known = _known(regret(point)[1] for _, _, point in points(rows))
+    near = sum(value <= 1.05 for value in known) / max(1, len(known))
+    worst = max(known, default=math.nan)
+    return (
+        f"the planner's choice is within 5% of the best candidate at {near:.0%} of "
+        f"{len(known)} points, worst {worst:.3f}"
+    )
 
 
 def _table(
@@ -105,17 +127,19 @@ def _table(
 ) -> Table:
     names = list(dict.fromkeys(name for _, _, point in found for name in sorted(point)))
     table, keys = Table(title=title), list(found[0][1])
-    for head in (*keys, *names, "iris / floor", "best peer / iris"):
+    heads = ("iris / floor", "best peer / iris", "choice / best")
+    figures = [(*ratios(point), regret(point)[1]) for _, _, point in found]
+    shown = [i for i in range(len(heads)) if _known(row[i] for row in figures)]
+    for head in (*keys, *names, *(heads[i] for i in shown)):
         table.add_column(head, justify="right")
-    for _, key, point in found:
+    for (_, key, point), row in zip(found, figures, strict=True):
         cells = [cell(point[name]) if name in point else "" for name in names]
-        figures = (f"{value:.3f}" for value in ratios(point))
-        table.add_row(*(str(key[k]) for k in keys), *cells, *figures)
+        table.add_row(*(str(key[k]) for k in keys), *cells, *(f"{row[i]:.3f}" for i in shown))
     return table
 
 
 def _cell(row: Row) -> str:
-    mark = "" if row.right else " x"
+    mark = ("" if row.right else " x") + (" *" if row.chosen else "")
     return f"{row.time.median:.1f}{mark} [{row.time.low:.0f} {row.time.high:.0f}]"
 
 
@@ -125,9 +149,22 @@ def _tokens(row: Row) -> str:
 
 
 def save(rows: Sequence[Row], about: dict[str, Any], path: Path) -> None:
-    """Write the figures as JSON."""
+    """Write the figures as JSON, and what each choice of the planner costs."""
+    content: dict[str, Any] = {"about": about, "rows": [asdict(row) for row in rows]}
+    if any(row.chosen for row in rows):
+        content["choices"] = [
+            {
+                "table": table,
+                "point": key,
+                "choice": name,
+                "regret": next(iter(_known([cost])), None),
+            }
+            for table, key, point in points(rows)
+            for name, cost in [regret(point)]
+        ]
+        content["summary"] = _summary(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"about": about, "rows": [asdict(row) for row in rows]}, indent=1))
+    path.write_text(json.dumps(content, indent=1))
 
 
 def load(path: Path) -> tuple[list[Row], dict[str, Any]]:

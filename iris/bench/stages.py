@@ -1,8 +1,11 @@
-"""The fused stages beside their peers, over shapes of known models. Runs on every rank."""
+"""The fused stages beside their peers, over shapes of known models. Runs on every rank.
+
+Of ours every candidate of the planner is measured, and the one that it would take is marked.
+"""
 
 import random
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import iris
+from iris import P
 from iris.bench.peers import (
     gather_peers,
     reduce_peers,
@@ -30,9 +34,12 @@ TOLERANCE = 1e-2  # relative, in the 2-norm: bf16 operands
 
 @dataclass(frozen=True)
 class Problem:
-    """The size of the product, right results (fp32) of ``gemm`` and of the rest, contestants."""
+    """The size of the product, this rank's operands, right results (fp32) of ``gemm`` and of the
+    rest, contestants.
+    """
 
     size: tuple[int, int, int]
+    operands: Sequence[Tensor]
     plain: Tensor
     want: Tensor
     calls: dict[str, Call]
@@ -58,17 +65,20 @@ def _gather(M: int, hidden: int, inner: int) -> Problem:
     copies = rotated(x, random_tensor(inner // world, hidden, seed=99 + rank))
     copies = [(x, w.T) for x, w in copies]
     w = copies[0][1]
-    stage = AllGatherMatmul.create(
-        ctx, ctx.world, M=M, K=hidden, columns=[w.shape[1]], dtype=x.dtype
-    )
     out = torch.empty(M, w.shape[1], device="cuda", dtype=x.dtype)
+    calls = gather_peers(copies, [(full, w) for _, w in copies])
+    for way in ("iris", *["iris copy engine"] * ctx.copies_beside_kernels):
+        stage = AllGatherMatmul.create(
+            ctx, ctx.world, M=M, K=hidden, columns=[w.shape[1]], dtype=x.dtype, engine=way != "iris"
+        )
+        stage.warm(x, [w], out=[out])
 
-    def ours(i: int) -> Tensor:
-        x, w = copies[i % len(copies)]
-        stage(x, [w], out=[out])
-        return out
+        def ours(i: int, stage: Any = stage) -> Tensor:
+            x, w = copies[i % len(copies)]
+            stage(x, [w], out=[out])
+            return out
 
-    stage.warm(x, [w], out=[out])
+        calls[way] = ours
     gather = collectives.all_gather(ctx, ctx.world, x.shape, _sizes(M), 0, x.dtype)
     gathered = torch.empty_like(full)
     gather.warm(x, out=gathered)
@@ -78,10 +88,9 @@ def _gather(M: int, hidden: int, inner: int) -> Problem:
         gather(x, out=gathered)
         return torch.matmul(gathered, w, out=out)
 
-    calls = gather_peers(copies, [(full, w) for _, w in copies])
-    calls |= {"iris": ours, "iris unfused": unfused}
+    calls["iris unfused"] = unfused
     want = full.float() @ w.float()
-    return Problem((M, hidden, w.shape[1]), want, want, calls)
+    return Problem((M, hidden, w.shape[1]), copies[0], want, want, calls)
 
 
 def _partial(M: int, hidden: int, inner: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
@@ -123,7 +132,7 @@ def _scatter(M: int, hidden: int, inner: int) -> Problem:
 
     calls = scatter_peers(copies) | {"iris": ours, "iris unfused": unfused}
     mine = total[min(M, rank * shard_rows(M, world)) :][:m]
-    return Problem((M, K, hidden), part, mine, calls)
+    return Problem((M, K, hidden), copies[0], part, mine, calls)
 
 
 def _reduce(M: int, hidden: int, inner: int) -> Problem:
@@ -133,31 +142,27 @@ def _reduce(M: int, hidden: int, inner: int) -> Problem:
     calls = reduce_peers(copies)
     out = torch.empty(M, hidden, device="cuda", dtype=x.dtype)
     product = torch.empty_like(out)
-    for one_shot in (True, False):
-        if one_shot and M > 512:  # W times the traffic: not for many rows
-            continue
-        way = "one-shot" if one_shot else "two-shot"
-        stage = MatmulAllReduce.create(
-            ctx, ctx.world, M=M, N=hidden, K=x.shape[1], dtype=x.dtype, one_shot=one_shot
-        )
-        plain = collectives.all_reduce(
-            ctx, ctx.world, out.shape, "sum", out.dtype, two_shot=not one_shot
-        )
+    plain = collectives.all_reduce(ctx, ctx.world, out.shape, "sum", out.dtype)
+    plain.warm(product, out=out)
 
+    def unfused(i: int) -> Tensor:
+        torch.matmul(*copies[i % len(copies)], out=product)
+        plain(product, out=out)
+        return out
+
+    calls["iris unfused"] = unfused
+    for way in ("one-shot", "two-shot"):
+        stage = MatmulAllReduce.create(
+            ctx, ctx.world, M=M, N=hidden, K=x.shape[1], dtype=x.dtype, one_shot=way == "one-shot"
+        )
         stage.warm(x, w, out=out)
-        plain.warm(product, out=out)
 
         def fused(i: int, stage: Any = stage) -> Tensor:
             stage(*copies[i % len(copies)], out=out)
             return out
 
-        def unfused(i: int, plain: Any = plain) -> Tensor:
-            torch.matmul(*copies[i % len(copies)], out=product)
-            plain(product, out=out)
-            return out
-
-        calls[f"iris {way}"], calls[f"iris unfused {way}"] = fused, unfused
-    return Problem((M, x.shape[1], hidden), part, total, calls)
+        calls[f"iris {way}"] = fused
+    return Problem((M, x.shape[1], hidden), copies[0], part, total, calls)
 
 
 STAGES: dict[str, Callable[[int, int, int], Problem]] = {
@@ -165,6 +170,25 @@ STAGES: dict[str, Callable[[int, int, int], Problem]] = {
     "matmul_reduce_scatter": _scatter,
     "matmul_all_reduce": _reduce,
 }
+
+COLUMNS, ROWS, WHOLE = P(None, "tp"), P("tp", None), P()
+PROGRAMS = {
+    "all_gather_matmul": iris.spmd(in_specs=(ROWS, COLUMNS), out_specs=COLUMNS)(
+        lambda x, w: iris.all_gather(x, "tp", dim=0) @ w
+    ),
+    "matmul_reduce_scatter": iris.spmd(in_specs=(COLUMNS, ROWS), out_specs=ROWS)(
+        lambda x, w: iris.reduce_scatter(x @ w, "tp", dim=0)
+    ),
+    "matmul_all_reduce": iris.spmd(in_specs=(COLUMNS, ROWS), out_specs=WHOLE)(
+        lambda x, w: iris.all_reduce(x @ w, "tp")
+    ),
+}
+
+
+def planned(stage: str, operands: Sequence[Tensor]) -> str:
+    """The contestant that the planner would take. Collective."""
+    (row,) = PROGRAMS[stage].explain(*operands).rows
+    return "iris" if row.choice.algorithm == "fused" else f"iris {row.choice.algorithm}"
 
 
 def is_right(call: Call, want: Tensor) -> bool:
@@ -197,5 +221,7 @@ def measure(args: Namespace) -> Iterator[Row]:
                 }
                 times = time_graphs(calls, handle.barrier)
                 point = {"model": model, **dict(zip("MKN", problem.size, strict=True))}
+                choice = planned(stage, problem.operands)
+                assert choice in times, choice
                 for name, time in times.items():
-                    yield Row(stage, point, name, time, right[name])
+                    yield Row(stage, point, name, time, right[name], chosen=name == choice)

@@ -30,7 +30,7 @@ class Time:
 @dataclass(frozen=True)
 class Row:
     """One contestant at one point of one table, in ``unit``; ``right`` says whether its result
-    was.
+    was, ``chosen`` whether the planner would take it.
     """
 
     table: str
@@ -39,6 +39,7 @@ class Row:
     time: Time
     right: bool = True
     unit: str = "µs"
+    chosen: bool = False
 
 
 def rotated(*operands: Tensor) -> list[Sequence[Tensor]]:

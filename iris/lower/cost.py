@@ -3,23 +3,24 @@ profile.
 
 A product by the library takes ``max(operations / rate / fill, bytes / bandwidth)``, where ``fill``
 is the part of the last wave of tiles that has work; by our kernels, the steps of its longest
-program. ``sent = bytes over the link / link + latency``. Fused, the two overlap and the shorter
-hides but for its start; unfused, they follow each other with a launch more. All sizes are those of
-the first rank's shard, so every rank predicts the same.
+program. What travels takes ``bytes sent / link``, and the units that compute load and store it too:
+``bytes accessed / (moves * units)``. Fused, work is both and hides the link but for its start;
+unfused, they follow each other with a launch more, and between them a rank waits for the slowest
+product. All sizes are those of the first rank's shard, so every rank predicts the same.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from iris.graph.ops.rules import axes_of, group_size
 from iris.graph.types import DTYPES, Mesh, TensorType
 from iris.lower.kernels.schedule import last_wave
 from iris.lower.stages import Match
 
-# What a kernel that meets peers takes beside its work where ranks share a GPU: fitted to sums of
-# one row on an H200 at W=4, fused and not.
-SHARED_LAUNCH = 6e-6
+# Until a product of the library has its first operands: what it takes on an H200 over its bytes.
+START = 2.5e-6
 # As `default_config` has them.
 TILE, FEW_TILE, FEW_ROWS = (128, 256), (64, 128), 64
 
@@ -38,21 +39,30 @@ class Profile:
     latency: float = 3e-6  # a flag to a peer and back into a waiting kernel
     launch: float = 2e-6  # one more kernel in a CUDA graph
     request: float = 5e-5  # until the copy engine does what a kernel asks for
+    moves: float = 2.7e10  # bytes/s that a unit loads and stores in our kernels
+    meet: float = 5e-6  # a kernel that meets peers and has nothing else to do
+    straggle: float = 0.0  # waves of the library's tiles until the slowest rank has its product
 
     def shared(self, ranks: int, units: int) -> "Profile":
-        """What is left to one of ``ranks`` ranks on this device, which may use ``units`` of it."""
+        """What is left to one of ``ranks`` ranks on this device, which may use ``units`` of it.
+
+        Peers' memory is then this device's own, which all ranks read and write at once. A launch
+        now and then lacks some units, and of several ranks most often one does: its product takes a
+        wave more, and the others wait. ``meet`` and ``straggle`` are fitted to stages of an H200 at
+        W=4, where ``python -m iris.bench profile`` has not measured them.
+        """
         if ranks == 1:
             return self
         part = units / self.units
-        rates = {size: rate * part for size, rate in self.rates.items()}
-        # Peers' memory is then this device's own, which all ranks read and write at once.
         return replace(
             self,
             units=units,
-            rates=rates,
+            rates={size: rate * part for size, rate in self.rates.items()},
             bandwidth=self.bandwidth / ranks,
             link=self.bandwidth / 2 / ranks,
-            launch=SHARED_LAUNCH,
+            launch=1e-6,
+            meet=8e-6,
+            straggle=1.3,
         )
 
 
@@ -81,34 +91,50 @@ def predict(
     def shape(name: str) -> tuple[int, ...]:
         return types[name].local_shape(mesh, mesh.origin)
 
-    library = kernel = 0.0
+    library = kernel = slowest = 0.0
     for step in match.products:
         (rows, inner), columns = shape(step.left), shape(step.right)[1]
-        size = (rows, inner, columns, DTYPES[types[step.left].dtype])
-        library += _library_product(*size, profile)
-        kernel += _kernel_product(*size, profile)
+        item = DTYPES[types[step.left].dtype]
+        library += _library_product(rows, inner, columns, item, profile)
+        kernel += _kernel_product(rows, inner, columns, item, profile)
+        slowest = max(slowest, profile.straggle * wave(rows, inner, item, profile))
     operand = types[match.collective.uses[0]]
     nbytes = math.prod(shape(match.collective.uses[0])) * DTYPES[operand.dtype]
     members = group_size(mesh, axes_of(match.collective.kwargs["axis"]))  # type: ignore[arg-type]
-    ways = {way: _sent(way, nbytes, members, profile) for way in WAYS[match.stage]}
-    # What cannot be hidden: until the first part has come.
-    times = {
-        way: max(kernel, sent) + min(kernel, sent) / members + profile.launch
-        for way, sent in ways.items()
-    }
-    launches = len(match.products) + 1
-    tail = 0.0
+    ways = WAYS[match.stage]
+    unit, moves = nbytes / members, min(profile.moves * profile.units, profile.bandwidth)
+    links = {way: TRAFFIC[way].sent(members) * unit / profile.link for way in ways}
+    # A second step begins once all of this rank's units are through with the first.
+    steps = {way: 2 * profile.latency * (way == "two") for way in ways}
+    times = {}
+    for way, link in links.items():
+        work = kernel + TRAFFIC[way].fused(members) * unit / moves
+        # What cannot be hidden: until the first part has come.
+        times[way] = max(work, link) + min(work, link) / members + steps[way] + profile.meet
+    launches, tail = len(match.products), 0.0
     if match.stage == "all_reduce_norm" and match.norm and match.late:  # node by node
-        launches += len(match.norm.nodes) + len(match.late.nodes)
-        tail = (launches - 1) * 2 * nbytes / profile.bandwidth
-    unfused = library + min(ways.values()) + launches * profile.launch + tail
+        more = len(match.norm.nodes) + len(match.late.nodes)
+        launches += more
+        tail = more * 2 * nbytes / profile.bandwidth
+    alone = min(
+        max(TRAFFIC[way].alone(members) * unit / moves, links[way]) + steps[way] for way in ways
+    )
+    unfused = library + slowest + alone + profile.meet + launches * profile.launch + tail
     names = (
         {"one": "one-shot", "two": "two-shot"} if len(ways) > 1 else dict.fromkeys(ways, "fused")
     )
     found = {names[way]: time for way, time in times.items()} | {"unfused": unfused}
     if match.stage == "all_gather_matmul":  # all units begin with this rank's part of the product
-        found["copy engine"] = max(kernel, ways["all"] + profile.request) + profile.launch
+        asked = links["all"] + profile.request
+        found["copy engine"] = max(kernel, asked) + profile.meet
     return {way: 1e6 * time for way, time in found.items()}
+
+
+def wave(rows: int, inner: int, item: int, profile: Profile) -> float:
+    """Seconds in which every unit computes one of the library's tiles."""
+    high, wide = FEW_TILE if rows <= FEW_ROWS else TILE
+    rate = profile.rates[max(1, min(4, item))] / profile.units
+    return 2.0 * high * wide * inner / rate
 
 
 def _library_product(rows: int, inner: int, columns: int, item: int, profile: Profile) -> float:
@@ -119,7 +145,7 @@ def _library_product(rows: int, inner: int, columns: int, item: int, profile: Pr
     # Few tiles are cut along the contracted dim, so a wave is rarely emptier than half.
     rate = profile.rates[max(1, min(4, item))] * max(fill, 0.5)
     moved = (rows * inner + inner * columns + rows * columns) * item
-    return max(2.0 * rows * inner * columns / rate, moved / profile.bandwidth)
+    return START + max(2.0 * rows * inner * columns / rate, moved / profile.bandwidth)
 
 
 def _kernel_product(rows: int, inner: int, columns: int, item: int, profile: Profile) -> float:
@@ -138,21 +164,31 @@ def _kernel_product(rows: int, inner: int, columns: int, item: int, profile: Pro
 # The ways in which a stage's parts travel.
 WAYS = {
     "all_gather_matmul": ("all",),
-    "matmul_all_gather": ("all",),
+    "matmul_all_gather": ("part",),
     "matmul_reduce_scatter": ("own",),
     "matmul_all_reduce": ("one", "two"),
     "all_reduce_norm": ("one",),
 }
 
 
-def _sent(way: str, nbytes: int, members: int, profile: Profile) -> float:
-    """Seconds that this rank's part of the collective takes; ``nbytes`` is its operand."""
-    others = members - 1
-    traffic = {
-        "all": nbytes * others,
-        "own": nbytes * others / members,
-        "one": nbytes * others,
-        "two": 2 * nbytes * others / members,
-    }[way]
-    hops = min(others, 2 if way == "two" else 1)
-    return traffic / profile.link + hops * profile.latency
+class Traffic(NamedTuple):
+    """What a rank of ``w`` sends to others, and what its units load and store in a fused kernel and
+    in a collective alone; counted in w-ths of the collective's operand.
+    """
+
+    sent: Callable[[int], float]
+    fused: Callable[[int], float]
+    alone: Callable[[int], float]
+
+
+TRAFFIC = {
+    # Loaded and stored to all; alone, published, and all of it loaded and stored.
+    "all": Traffic(lambda w: w * (w - 1), lambda w: w * w, lambda w: 2 * w + 2 * w * w),
+    # Stored to all, then loaded and stored.
+    "part": Traffic(lambda w: w * (w - 1), lambda w: 3 * w * w, lambda w: 2 * w + 2 * w * w),
+    # Stored, loaded, and a sum of w-th stored; alone, also published.
+    "own": Traffic(lambda w: w - 1, lambda w: 2 * w + 1, lambda w: 3 * w + 1),
+    "one": Traffic(lambda w: w * (w - 1), lambda w: 2 * w * w + w, lambda w: w * w + 3 * w),
+    # As "own", then each sum stored to all, loaded and stored.
+    "two": Traffic(lambda w: 2 * (w - 1), lambda w: 5 * w, lambda w: 5 * w + 1),
+}

@@ -1,15 +1,19 @@
-"""What `iris.tune` measured, kept on disk for this hardware and these versions.
+"""What `iris.tune` and `iris.bench profile` measured, kept on disk for this hardware, as many
+ranks share it, and these versions.
 
-A group of ranks uses its first member's file, read once: no rank chooses alone.
+A group of ranks uses its first member's files, read once: no rank chooses alone.
 """
 
 import hashlib
 import json
 import logging
+import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -18,6 +22,7 @@ from iris.config import private_folder
 from iris.errors import ConfigError
 from iris.graph.nodes import Node
 from iris.graph.types import Mesh, TensorType
+from iris.lower.cost import Profile
 from iris.runtime.context import Iris
 from iris.runtime.groups import Group
 
@@ -39,41 +44,87 @@ def text_of(stage: Node, types: Mapping[str, TensorType], mesh: Mesh) -> str:
     return f"{' '.join(node.op for node in stage.body)} of {' '.join(shapes)} over {mesh}"
 
 
-def of_group(ctx: Iris, group: Group) -> Times:
+@dataclass(frozen=True)
+class Measured:
+    """What is known: times of stages, and what a rank has of its device if that was measured."""
+
+    times: Times
+    profile: Profile | None = None
+
+
+def of_group(ctx: Iris, group: Group) -> Measured:
     """The group's measurements. Collective over the group the first time."""
     if _KEPT not in group.kept:
-        mine = _read(_path(ctx)) if group.index == 0 else {}
-        group.kept[_KEPT] = group.exchange_object("what iris.tune measured", mine)[0]
-    times: Times = group.kept[_KEPT]
-    return times
+        mine = Measured({})
+        if group.index == 0:
+            mine = Measured(
+                _read(_path(ctx, "tuned"), _times, {}), _read(_path(ctx, "profile"), _profile, None)
+            )
+        group.kept[_KEPT] = group.exchange_object("what was measured here", mine)[0]
+    found: Measured = group.kept[_KEPT]
+    return found
 
 
 def save(ctx: Iris, group: Group) -> None:
     """Add the group's measurements to the file; its first member writes."""
     if group.index == 0:
-        path = _path(ctx)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".json")
-        with os.fdopen(handle, "w") as file:
-            json.dump(_read(path) | group.kept[_KEPT], file, indent=1)
-        os.replace(temporary, path)
+        path = _path(ctx, "tuned")
+        _write(path, _read(path, _times, {}) | group.kept[_KEPT].times)
 
 
-def _path(ctx: Iris) -> Path:
+def save_profile(ctx: Iris, profile: Profile) -> None:
+    """Keep what was measured of the device, for this rank's next programs and for later runs.
+
+    Every rank calls it with the same profile; the world's first writes.
+    """
+    ctx.world.kept.pop(_KEPT, None)
+    if ctx.cur_rank == 0:
+        _write(_path(ctx, "profile"), asdict(profile))
+    ctx.barrier()
+
+
+def _path(ctx: Iris, what: str) -> Path:
     """The file of this hardware, as many ranks share it, and these versions."""
     on_gpu = ctx.device.type == "cuda"
     device = torch.cuda.get_device_name(ctx.device) if on_gpu else "CPU ranks"
     units = (ctx.get_cu_count(), ctx.get_usable_units(), ctx.ranks_on_device)
     text = repr((device, units, VERSION, torch.__version__, triton.__version__))
-    return private_folder("tuned") / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    return private_folder(what) / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
-def _read(path: Path) -> Times:
-    """The file's measurements; none, and a warning, where it is not what ``save`` writes."""
+def _write(path: Path, content: object) -> None:
+    """Replace a file at once by one of mode 0600."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".json")
+    with os.fdopen(handle, "w") as file:
+        json.dump(content, file, indent=1)
+    os.replace(temporary, path)
+
+
+def _read(path: Path, check: Callable[[Any], Any], none: Any) -> Any:
+    """What a file has; ``none``, and a warning, where it is another user's or not as written."""
     try:
-        found = json.loads(path.read_text())
-        return {str(k): {str(a): float(t) for a, t in v.items()} for k, v in found.items()}
+        with path.open() as file:
+            if os.fstat(file.fileno()).st_uid != os.geteuid():
+                raise ConfigError("it belongs to another user")
+            return check(json.load(file))
     except FileNotFoundError:
-        return {}
-    except (OSError, ConfigError, ValueError, TypeError, AttributeError) as error:
+        return none
+    except (OSError, ConfigError, ValueError, TypeError, KeyError, AttributeError) as error:
         _log.warning("%s is ignored: %s", path, error)
-        return {}
+        return none
+
+
+def _times(found: Any) -> Times:
+    return {str(k): {str(a): float(t) for a, t in v.items()} for k, v in found.items()}
+
+
+def _profile(found: Any) -> Profile:
+    rates = {int(size): float(rate) for size, rate in found["rates"].items()}
+    profile = Profile(**found | {"rates": rates})
+    rest = {name: number for name, number in found.items() if name not in ("name", "rates")}
+    for name, number in (rest | {f"rate of {size}": rate for size, rate in rates.items()}).items():
+        if not (math.isfinite(number) and number >= 0 and (number or name == "straggle")):
+            raise ValueError(f"{name} is {number}")
+    if set(found) != set(asdict(profile)) or set(rates) != {1, 2, 4}:
+        raise ValueError("parts of a profile are missing")
+    return profile

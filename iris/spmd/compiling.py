@@ -16,7 +16,7 @@ from iris.graph.types import TensorType
 from iris.lower.cost import ANY, Profile, profile_of
 from iris.lower.dtypes import dtype_name
 from iris.lower.passes import Choose, passes_of
-from iris.lower.tuned import Times, of_group
+from iris.lower.tuned import Measured, of_group
 from iris.runtime.context import current
 from iris.runtime.groups import Group
 from iris.spmd.agreement import agree_on_graph, agreed, group_of, one_rank_retraces, resolve_types
@@ -51,7 +51,7 @@ class Compiler:
         self.types: list[TensorType] | None = None  # of the leaves; None while there is no mesh
         self.held_types: dict[int, Value] = {}  # by the tensor's id
         self.bases: Bases = ()
-        self.measured: Times = {}
+        self.measured = Measured({})
         self.doubtful = False  # some rank's arguments fit programs of several sizes
 
     def run(self) -> Program:
@@ -217,7 +217,8 @@ class Compiler:
         dump = Dump(options.name)
         lowering = self._lowering(mesh)
         engine = not mesh.abstract and current().copies_beside_kernels
-        choose = Choose(lowering, _profile(mesh), self.measured, self.options.config, engine)
+        profile = self.measured.profile or _profile(mesh)
+        choose = Choose(lowering, profile, self.measured.times, self.options.config, engine)
         fused = dump.passes(graph, passes_of(choose)) if self.options.fuse else choose(graph)
         for name, source in generated(choose.choices).items():
             dump.write(f"kernel_{name}", source)

@@ -74,7 +74,7 @@ def tune(fn: SpmdFunction | SpmdMethod | Any, *args: Any, **kwargs: Any) -> Tuni
         )
     ctx, group = current(), group_of(program.mesh)
     assert group is not None
-    times = tuned.of_group(ctx, group)
+    times = tuned.of_group(ctx, group).times
     found: tuned.Times = {}
     ways = {choice.stage: choice.ways for choice in program.choices.values() if choice.ways}
     for stage, algorithms in ways.items():

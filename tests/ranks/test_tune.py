@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import iris
 from iris import P
 from iris.errors import UnsupportedError
 from iris.lower import tuned
+from iris.lower.cost import profile_of
 from iris.testing import small_integers
 
 pytestmark = pytest.mark.ranks
@@ -74,8 +76,66 @@ def test_what_was_measured_is_used_and_kept(ranks, tmp_path):
 def test_a_file_that_is_not_ours_is_ignored(tmp_path, caplog, text):
     path = Path(tmp_path) / "tuned.json"
     path.write_text(text)
-    assert tuned._read(path) == {}
+    assert tuned._read(path, tuned._times, {}) == {}
     assert f"{path} is ignored" in caplog.text
+
+
+MACHINE = replace(profile_of("H200"), name="a machine", units=7, straggle=0.0)
+
+
+def _profiled(folder):
+    """The ranks keep a profile; what they choose by it afterwards, and by a spoilt file."""
+    ctx = iris.iris(1 << 22)
+    os.environ["IRIS_CACHE_DIR"] = f"{folder}/{ctx.cur_rank}"
+    up.forget()
+    x, w = _arguments(ctx)
+    before = _why(x, w)
+    tuned.save_profile(ctx, MACHINE)
+    assert tuned.of_group(ctx, ctx.world).profile == MACHINE
+    up.forget()
+    kept = [len(list(Path(folder).glob(f"{rank}/profile/*.json"))) for rank in range(2)]
+    return before, _why(x, w), kept
+
+
+def test_a_measured_profile_is_what_all_ranks_choose_by(ranks, tmp_path):
+    """The first rank's file counts; there is none of another rank."""
+    no_model = ("fused", "one kernel computes and communicates", 0)
+    found = ("fused", "predicted faster on a machine", 2)
+    assert ranks(2).run(_profiled, str(tmp_path)) == [(no_model, found, [1, 0])] * 2
+    (file,) = tmp_path.glob("0/profile/*.json")
+    assert (file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert tuned._read(file, tuned._profile, None) == MACHINE
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"bandwidth": 0}, "bandwidth is 0"),
+        ({"rates": {"1": 1.0, "2": -1.0, "4": 1.0}}, "rate of 2 is -1.0"),
+        ({"link": float("nan")}, "link is nan"),
+        ({"units": "many"}, "must be real number, not str"),
+        ({"rates": {"2": 1.0}}, "parts of a profile are missing"),
+        ({"more": 1}, "unexpected keyword argument 'more'"),
+        (None, "parts of a profile are missing"),
+    ],
+)
+def test_a_profile_that_is_not_ours_is_ignored(tmp_path, caplog, change, fault):
+    path, content = tmp_path / "profile.json", asdict(MACHINE)
+    if change is None:
+        del content["straggle"]
+    path.write_text(json.dumps(content | (change or {})))
+    assert tuned._read(path, tuned._profile, None) is None
+    assert f"{path} is ignored" in caplog.text
+    assert fault in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file away")
+def test_another_users_profile_is_ignored(tmp_path, caplog):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(asdict(MACHINE)))
+    os.chown(path, 12345, -1)
+    assert tuned._read(path, tuned._profile, None) is None
+    assert f"{path} is ignored: it belongs to another user" in caplog.text
 
 
 def _refused():

@@ -1,0 +1,151 @@
+"""What a rank has of its GPU while all ranks work: measured, kept for the cost model of later
+programs, and shown beside what is shipped. Runs on every rank.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+import iris
+from iris.bench.kernels import nothing_kernel, store_kernel
+from iris.bench.stages import is_right, random_tensor
+from iris.bench.timing import Call, Row, Time, time_graphs
+from iris.lower.cost import Profile, profile_of, wave
+from iris.lower.kernels import collectives
+from iris.lower.tuned import save_profile
+from iris.runtime.context import Iris
+
+SIZE = (2048, 4096, 4096)  # of products for the rates; half of each for fp32
+STEP = (512, 4096, 4096)  # of the one after which ranks meet
+ELEMENTS = 1 << 25  # of 4 bytes, that are moved at a time: more than an L2 cache holds
+_BLOCK = 2048  # elements that a program of the storing kernel moves at a time
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of a profile: how it is called, in which unit, that of seconds or a second."""
+
+    name: str
+    unit: str
+    per_unit: float
+    get: Callable[[Profile], float]
+
+
+FIGURES = (
+    Figure("multiprocessors", "", 1, lambda p: p.units),
+    Figure("bf16 products", "TFLOP/s", 1e12, lambda p: p.rates[2]),
+    Figure("fp8 products", "TFLOP/s", 1e12, lambda p: p.rates[1]),
+    Figure("fp32 products", "TFLOP/s", 1e12, lambda p: p.rates[4]),
+    Figure("memory, read and written", "GB/s", 1e9, lambda p: p.bandwidth),
+    Figure("loads and stores by one multiprocessor", "GB/s", 1e9, lambda p: p.moves),
+    Figure("stores to the next rank", "GB/s", 1e9, lambda p: p.link),
+    Figure("one more kernel in a graph", "us", 1e-6, lambda p: p.launch),
+    Figure("a flag to a peer and back", "us", 1e-6, lambda p: p.latency),
+    Figure("a kernel that meets peers", "us", 1e-6, lambda p: p.meet),
+    Figure("waiting for the slowest after a product", "waves", 1, lambda p: p.straggle),
+)
+
+
+def measure(args: Namespace) -> Iterator[Row]:
+    """All figures of the profile, measured and shipped; the measured ones are kept."""
+    del args
+    ctx = iris.current()
+    name = torch.cuda.get_device_name()
+    shipped = profile_of(name).shared(ctx.ranks_on_device, ctx.get_usable_units())
+    times, right = _measured(ctx)
+    found = profile_from(times, replace(shipped, name=f"{name}, measured"), ctx.num_ranks)
+    if right:
+        save_profile(ctx, found)
+    for figure in FIGURES:
+        point = {"what": figure.name, "in": figure.unit}
+        for label, profile in (("shipped", shipped), ("measured", found)):
+            value = figure.get(profile) / figure.per_unit
+            yield Row("device profile", point, label, Time(*3 * (value,)), right, figure.unit)
+
+
+def profile_from(times: Mapping[str, Time], shipped: Profile, ranks: int) -> Profile:
+    """The profile that microseconds of ``_measured`` come to.
+
+    One rank meets nobody: what it takes to do so stays as shipped.
+    """
+    seconds = {name: time.median * 1e-6 for name, time in times.items()}
+    rate = 2.0 * SIZE[0] * SIZE[1] * SIZE[2]
+    rates = {1: rate / seconds["fp8"], 2: rate / seconds["bf16"], 4: rate / 8 / seconds["fp32"]}
+    stored = 4 * ELEMENTS
+    found = replace(
+        shipped,
+        rates=rates,
+        bandwidth=2 * stored / seconds["copy"],
+        moves=2 * stored / seconds["store"] / shipped.units,
+        launch=seconds["nothing"],
+    )
+    if ranks == 1:
+        return found
+    waited = seconds["in step"] - seconds["step"] - seconds["barrier"]
+    return replace(
+        found,
+        link=stored / seconds["put"],
+        latency=max(1e-7, seconds["barrier"] - seconds["nothing"]),
+        meet=seconds["one row"],
+        straggle=max(0.0, waited) / wave(*STEP[:2], 2, found),
+    )
+
+
+def _measured(ctx: Iris) -> tuple[dict[str, Time], bool]:
+    """Microseconds of everything, and whether products are right: cuBLAS is not in every share."""
+    products, right = {}, []
+    kinds: list[tuple[str, tuple[int, ...], torch.dtype]] = [
+        ("bf16", SIZE, torch.bfloat16),
+        ("fp8", SIZE, torch.float8_e4m3fn),
+        ("fp32", tuple(n // 2 for n in SIZE), torch.float32),
+        ("step", STEP, torch.bfloat16),
+    ]
+    for name, size, kind in kinds:
+        products[name], want = _product(size, kind)
+        right.append(is_right(products[name], want))
+
+    def in_step(i: int) -> None:
+        products["step"](i)
+        ctx.device_barrier()
+
+    calls = {**products, **_movers(ctx), "in step": in_step}
+    return time_graphs(calls, ctx.device_barrier), all(right)
+
+
+def _product(size: tuple[int, ...], kind: torch.dtype) -> tuple[Call, Tensor]:
+    """A product by the vendor's library, and its right result."""
+    x = random_tensor(size[0], size[1], seed=1).to(kind)
+    w = random_tensor(size[2], size[1], seed=2).to(kind).T
+    want = x.float() @ w.float()
+    if kind.itemsize > 1:
+        out = torch.empty(size[0], size[2], device=x.device, dtype=kind)
+        return lambda _: torch.matmul(x, w, out=out), want
+    one = torch.ones((), device=x.device)
+    return lambda _: torch._scaled_mm(x, w, one, one, out_dtype=torch.bfloat16), want
+
+
+def _movers(ctx: Iris) -> dict[str, Call]:
+    """What moves bytes, launches and meets."""
+    rank, peer = ctx.cur_rank, (ctx.cur_rank + 1) % ctx.num_ranks
+    bases, grid = ctx.get_heap_bases(), (4 * ctx.get_usable_units(),)
+    x, out = ctx.zeros(2, ELEMENTS, dtype=torch.int32)
+    row = torch.ones(1, SIZE[2], device=x.device, dtype=torch.bfloat16)
+    total = torch.empty_like(row)
+    reduce = collectives.all_reduce(ctx, ctx.world, row.shape, "sum", row.dtype)
+    reduce.warm(row, out=total)
+    ctx.barrier()  # kernels are loaded on all ranks
+
+    def store(to: int) -> None:
+        store_kernel[grid](x, out, bases, ELEMENTS, rank, to, BLOCK=_BLOCK)
+
+    return {
+        "copy": lambda _: out.copy_(x),
+        "store": lambda _: store(rank),
+        "put": lambda _: store(peer),
+        "nothing": lambda _: nothing_kernel[(1,)](num_warps=1),
+        "barrier": lambda _: ctx.device_barrier(),
+        "one row": lambda _: reduce(row, out=total),
+    }
