@@ -138,8 +138,7 @@ def _memory(point: Point, model: Decoder, inputs: Inputs, step: Any, taken: int)
     """The most that a rank used for the program, with its weights, its cache and its workspace on
     the heap, beside what was planned.
     """
-    made = step.programs[-1]
-    plan = memory_of(made.fused, made.executable, dict(made.mesh.coord))
+    plan = memory_of(step.programs[-1].executable)
     held = nbytes(model) + (0 if inputs.past is None else inputs.past.nbytes) + plan.heap
     table = f"memory, {point.kind}"
     yield _size(table, point.label, "iris", held + taken)

@@ -7,6 +7,7 @@ an object made at compile time, which owns its workspace and its place in the gr
 
 import functools
 import linecache
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from iris.errors import UnsupportedError
 from iris.graph.nodes import Arg, Graph, Node, Ref, Token, walk
-from iris.graph.types import TensorType
+from iris.graph.passes.memory import is_view
+from iris.graph.types import DTYPES, TensorType
 from iris.lower.choices import Choice
 from iris.lower.dtypes import TORCH_DTYPES
 from iris.lower.sites import MAKERS, KernelCollective, Place, Site
@@ -32,7 +34,8 @@ class Step:
     """One line of the plan: it makes some values of others.
 
     ``device`` is where, if the line says so. ``on_host`` says why the host takes part in it.
-    ``once`` is for communication, which peers take part in.
+    ``once`` is for communication, which peers take part in. ``nbytes`` are of what it allocates;
+    what a ``view`` makes lies in the first value that it uses.
     """
 
     text: str
@@ -42,6 +45,8 @@ class Step:
     device: str = ""
     on_host: str = ""
     once: bool = False
+    nbytes: tuple[int, ...] = ()
+    view: bool = False
 
 
 @dataclass(frozen=True)
@@ -196,7 +201,12 @@ class _Writer:
         results = results_of(match)
         targets = "".join(f"{_variable(result)}, " for result in results)
         text = f"{targets}= {name}({', '.join(map(_variable, operands))})"
-        return Step(text, operands, results, node.loc, once=True)
+        types = {**{value.name: value.type for value in match.values}, **self.types}
+        nbytes = tuple(self._nbytes(types[name]) for name in results)
+        return Step(text, operands, results, node.loc, once=True, nbytes=nbytes)
+
+    def _nbytes(self, type_: TensorType) -> int:
+        return DTYPES[type_.dtype] * math.prod(type_.local_shape(self.graph.mesh, self.place.coord))
 
     def _step(self, node: Node) -> Step:
         targets = ", ".join(_variable(value.name) for value in node.outputs)
@@ -213,6 +223,8 @@ class _Writer:
             str(getattr(device, "text", "")),
             on_host,
             node.op in MAKERS,
+            tuple(self._nbytes(value.type) for value in node.outputs),
+            is_view(node),
         )
 
     def _call(self, node: Node) -> tuple[str, str]:

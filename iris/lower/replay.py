@@ -8,6 +8,7 @@ waits). They meet on the host after either. The second call captures the program
 again; every later call is one graph launch and no meeting.
 """
 
+import functools
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -205,6 +206,12 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
     return [*map(_data_ptr, tensors)]
 
 
+@functools.cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """One for all captures, as torch has: cuBLAS keeps up to 32 MB for each stream."""
+    return torch.cuda.Stream(device)
+
+
 class Capture:
     """One CUDA graph of a program, and what binds its inputs.
 
@@ -225,7 +232,7 @@ class Capture:
     ) -> None:
         self.run, self.copied, self.written = run, copied, written
         self.pool = pool or torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream()
+        self.stream = _capture_stream(torch.cuda.current_device())
         self.moved = set(moved)
         self._detached = any(x.requires_grad for x in inputs)
         self._record(inputs)

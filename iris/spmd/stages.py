@@ -80,7 +80,9 @@ class Compiled(_Staged):
 
     def memory(self) -> Memory:
         """Bytes a run needs: workspace on the heap, and values alive at once outside it."""
-        return memory_of(self.program.fused, self.program.executable, dict(self.program.mesh.coord))
+        self.signature.prepare(self.program)  # again, if it had to make room for others
+        assert self.program.executable is not None
+        return memory_of(self.program.executable)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run. SpecError for arguments of another structure, shape, dtype, stride or device."""

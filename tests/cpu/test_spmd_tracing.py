@@ -572,10 +572,21 @@ def test_ahead_of_time_stages():
     assert ret == "  return %2"
     compiled = staged.lower().compile()
     assert torch.equal(compiled(x, w), F.silu(x @ w))
-    assert compiled.memory().local >= 4 * 4 * 6
+    assert compiled.memory().local == 4 * (4 * 8 + 4 * 6)  # the gathered x and the product
     assert "def up(x, w):" in compiled.as_text()
     with pytest.raises(iris.SpecError, match="compiled for other arguments"):
         compiled(x[:2], w)
+
+
+def test_memory_of_views(ctx):
+    @iris.spmd
+    def turned(x):
+        y = (x + 1).t()  # keeps the sum alive, and takes nothing
+        z = y[:2] * 2
+        return z.flip(0), y
+
+    x = torch.randn(4, 8)
+    assert turned.trace(x).lower().compile().memory().local == 4 * (4 * 8 + 2 * (2 * 4))
 
 
 def test_tracing_for_a_mesh_that_is_not_there(ctx):

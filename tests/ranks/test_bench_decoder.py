@@ -1,16 +1,42 @@
 """The models that the benchmark measures: iris and the plain form of its peers agree."""
 
+import weakref
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import iris
 from iris.bench.decoder import Block, Decoder, Inputs, Place, Shape, program, rows_of
 from iris.bench.torch_decoder import Peer, ways
+from iris.lower.memory import memory_of
 
 pytestmark = pytest.mark.ranks
 
 SHAPE = Shape(hidden=16, inner=24, heads=8, layers=2, kv_heads=4, width=4, words=40)
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes that ops allocate, and the most that were held at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.held, self.most = {}, 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        given, made = (
+            {x.untyped_storage()._cdata: x.untyped_storage() for x in tree_leaves(tree)
+             if isinstance(x, torch.Tensor)}
+            for tree in ((args, kwargs), out)
+        )  # fmt: skip
+        for key in made.keys() - given.keys() - self.held.keys():
+            self.held[key] = made[key].nbytes()
+            weakref.finalize(made[key], self.held.pop, key)
+        self.most = max(self.most, sum(self.held.values()))
+        return out
 
 
 def _run(layers, batch, rows, held):
@@ -31,6 +57,10 @@ def _run(layers, batch, rows, held):
             part = rows_of(want, place) if spread else want
             torch.testing.assert_close(found, part, **CLOSE)
             torch.testing.assert_close(new, kept, **CLOSE)
+        del found, new
+        with Peak() as peak:
+            step(x, *inputs.args[1:])
+    assert memory_of(step.programs[-1].executable).local == peak.most
 
 
 @pytest.mark.parametrize("layers", [0, 2], ids=["layer", "model"])

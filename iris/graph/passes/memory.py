@@ -4,6 +4,7 @@ from iris.graph.nodes import Graph, Node
 from iris.graph.ops.views import VIEWS
 
 RENAMES = frozenset({"alias", "detach"})
+COPIES = frozenset({"cat", "stack", "roll", "flip", "repeat"})  # of the ops that rearrange
 
 
 def base(op: str) -> str:
@@ -14,6 +15,11 @@ def base(op: str) -> str:
 def may_alias(node: Node) -> bool:
     """Whether outputs of ``node`` can share memory with what it reads."""
     return base(node.op) in VIEWS or node.op in RENAMES
+
+
+def is_view(node: Node) -> bool:
+    """Whether outputs of ``node`` lie in the first value that it reads."""
+    return may_alias(node) and base(node.op) not in COPIES
 
 
 def exposed(graph: Graph) -> set[str]:
