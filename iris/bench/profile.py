@@ -50,53 +50,59 @@ FIGURES = (
 
 
 def measure(args: Namespace) -> Iterator[Row]:
-    """All figures of the profile, measured and shipped; the measured ones are kept."""
+    """All figures of the profile, shipped and measured; the measured ones are kept."""
     del args
     ctx = iris.current()
     name = torch.cuda.get_device_name()
     shipped = profile_of(name).shared(ctx.ranks_on_device, ctx.get_usable_units())
-    times, right = _measured(ctx)
-    found = profile_from(times, replace(shipped, name=f"{name}, measured"), ctx.num_ranks)
-    if right:
-        save_profile(ctx, found)
+    found = profile_from(_measured(ctx), shipped, ctx.num_ranks)
+    save_profile(ctx, replace(found, name=f"{name}, measured"))
     for figure in FIGURES:
         point = {"what": figure.name, "in": figure.unit}
         for label, profile in (("shipped", shipped), ("measured", found)):
             value = figure.get(profile) / figure.per_unit
-            yield Row("device profile", point, label, Time(*3 * (value,)), right, figure.unit)
+            yield Row("device profile", point, label, Time(*3 * (value,)), unit=figure.unit)
 
 
 def profile_from(times: Mapping[str, Time], shipped: Profile, ranks: int) -> Profile:
     """The profile that microseconds of ``_measured`` come to.
 
-    One rank meets nobody: what it takes to do so stays as shipped.
+    What was not measured stays as shipped: products that were wrong, and to meet others where one
+    rank meets nobody.
     """
     seconds = {name: time.median * 1e-6 for name, time in times.items()}
-    rate = 2.0 * SIZE[0] * SIZE[1] * SIZE[2]
-    rates = {1: rate / seconds["fp8"], 2: rate / seconds["bf16"], 4: rate / 8 / seconds["fp32"]}
+    work = 2.0 * SIZE[0] * SIZE[1] * SIZE[2]
+    products = {1: ("fp8", work), 2: ("bf16", work), 4: ("fp32", work / 8)}
+    rates = {
+        size: work / seconds[name] for size, (name, work) in products.items() if name in seconds
+    }
     stored = 4 * ELEMENTS
     found = replace(
         shipped,
-        rates=rates,
+        rates={**shipped.rates, **rates},
         bandwidth=2 * stored / seconds["copy"],
         moves=2 * stored / seconds["store"] / shipped.units,
         launch=seconds["nothing"],
     )
     if ranks == 1:
         return found
-    waited = seconds["in step"] - seconds["step"] - seconds["barrier"]
-    return replace(
+    found = replace(
         found,
         link=stored / seconds["put"],
         latency=max(1e-7, seconds["barrier"] - seconds["nothing"]),
         meet=seconds["one row"],
-        straggle=max(0.0, waited) / wave(*STEP[:2], 2, found),
     )
+    if "step" not in seconds:
+        return found
+    waited = max(0.0, seconds["in step"] - seconds["step"] - seconds["barrier"])
+    return replace(found, straggle=waited / wave(*STEP[:2], 2, found))
 
 
-def _measured(ctx: Iris) -> tuple[dict[str, Time], bool]:
-    """Microseconds of everything, and whether products are right: cuBLAS is not in every share."""
-    products, right = {}, []
+def _measured(ctx: Iris) -> dict[str, Time]:
+    """Microseconds of everything but wrong products: cuBLAS is not right in every share of a GPU.
+    Collective.
+    """
+    calls = _movers(ctx)
     kinds: list[tuple[str, tuple[int, ...], torch.dtype]] = [
         ("bf16", SIZE, torch.bfloat16),
         ("fp8", SIZE, torch.float8_e4m3fn),
@@ -104,15 +110,17 @@ def _measured(ctx: Iris) -> tuple[dict[str, Time], bool]:
         ("step", STEP, torch.bfloat16),
     ]
     for name, size, kind in kinds:
-        products[name], want = _product(size, kind)
-        right.append(is_right(products[name], want))
+        product, want = _product(size, kind)
+        if is_right(product, want):
+            calls[name] = product
 
     def in_step(i: int) -> None:
-        products["step"](i)
+        calls["step"](i)
         ctx.device_barrier()
 
-    calls = {**products, **_movers(ctx), "in step": in_step}
-    return time_graphs(calls, ctx.device_barrier), all(right)
+    if "step" in calls:
+        calls["in step"] = in_step
+    return time_graphs(calls, ctx.device_barrier)
 
 
 def _product(size: tuple[int, ...], kind: torch.dtype) -> tuple[Call, Tensor]:

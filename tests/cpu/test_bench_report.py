@@ -53,6 +53,10 @@ def test_times_of_a_known_machine_give_its_profile():
     alone = profile_from(times, shipped, 1)
     assert numbers(alone)[-4:] == numbers(shipped)[-4:]
     assert numbers(alone)[:-4] == pytest.approx(numbers(known)[:-4])
+    wrong = {name: time for name, time in times.items() if name not in ("bf16", "step", "in step")}
+    found = profile_from(wrong, shipped, 4)
+    assert (found.rates[2], found.straggle) == (shipped.rates[2], shipped.straggle)
+    assert found.rates[1] == pytest.approx(known.rates[1])
     faster = times | {"in step": times["step"], "barrier": times["nothing"]}
     found = profile_from(faster, shipped, 4)
     assert (found.straggle, found.latency) == (0.0, 1e-7)
