@@ -280,8 +280,9 @@ class _Writer:
             return self.place.ctx.device
         if text in TORCH_DTYPES:
             return TORCH_DTYPES[text]
-        found = getattr(torch, text, None)
-        return torch.device(text) if found is None else found
+        found = getattr(torch, text, None)  # of "cpu" a module
+        kinds = torch.layout, torch.memory_format
+        return found if isinstance(found, kinds) else torch.device(text)
 
 
 # Ops that return a list or tuple even of one tensor.

@@ -255,11 +255,14 @@ class Capture:
         self.stream.wait_stream(torch.cuda.current_stream())
         with warnings.catch_warnings(), torch.cuda.stream(self.stream):
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # only views
+            # cuBLAS keeps a workspace for each stream: the graph's own is to go with the graph.
+            torch._C._cuda_clearCublasWorkspaces()
             self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 values = write(self.run(*bound), bound, self.written)
             finally:
                 self.graph.capture_end()
+                torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.current_stream().wait_stream(self.stream)
         self.values = values
         self._only_tensors = all(isinstance(value, Tensor) for value in values)

@@ -157,10 +157,14 @@ def slow_rank(lowering):
 def test_a_slow_wait_is_logged_once_with_where_every_rank_is(ranks, lowering):
     answers = ranks(3).run(slow_rank, lowering)
     assert all(right == [True, True] for right, _ in answers)
-    (report,) = [text for _, records in answers for text in records]
+    logged = [text for _, records in answers for text in records]
+    (report,) = [text for text in logged if not text.startswith("simulation: ")]
     lines = report.splitlines()
     assert lines[0] == "a wait is longer than 1 s (IRIS_SLOW)"
-    waits = r"waits in all_gather.* #0 at test_recovery.py:\d+ in program mlp [0-9a-f]{8}, for "
+    # On GPUs the second call of a program with kernels is its capture, which begins with a meeting.
+    waits = (
+        r"waits in (all_gather.* #0 at test_recovery.py:\d+ in )?program mlp [0-9a-f]{8}.*, for "
+    )
     for rank in (0, 2):
         assert re.match(rf"  rank {rank}: {waits}", lines[1 + rank]), report
         assert re.search(r"rank 1 \(epoch expected \d+, seen \d+\)", lines[1 + rank]), report
