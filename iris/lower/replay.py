@@ -208,7 +208,7 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
 
 @functools.cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """One for all captures, as torch has: cuBLAS keeps up to 32 MB for each stream."""
+    """One for all captures, as torch has."""
     return torch.cuda.Stream(device)
 
 
@@ -255,7 +255,8 @@ class Capture:
         self.stream.wait_stream(torch.cuda.current_stream())
         with warnings.catch_warnings(), torch.cuda.stream(self.stream):
             warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # only views
-            # cuBLAS keeps a workspace for each stream: the graph's own is to go with the graph.
+            # cuBLAS keeps a workspace (up to 32 MB) for each stream. A graph gets its own: two may
+            # run at once, and it is to go with the graph.
             torch._C._cuda_clearCublasWorkspaces()
             self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
