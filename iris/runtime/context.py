@@ -429,7 +429,7 @@ def _checked(
     kind = config.allocator.read(allocator_type, "allocator_type")
     if config.allocator.is_set():
         kind = config.allocator()
-    names = (engines,) if isinstance(engines, str) else tuple(engines)
+    names = tuple(engines) if isinstance(engines, tuple | list) else (engines,)
     unknown = [name for name in names if name != "sdma"]
     if unknown:
         raise ConfigError(f"engines={engines!r} is not allowed", help="use () or ('sdma',)")

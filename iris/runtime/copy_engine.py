@@ -85,7 +85,8 @@ class CopyEngine:
         """Copy ``from_tensor`` to where ``to_rank`` has ``to_tensor`` (by default: itself).
 
         ``to_tensor`` is this rank's tensor on the heap, of the same shape and dtype; both may be
-        strided. An empty copy does nothing but wait and signal. For the rest see ``CopyEngine``.
+        strided, and have no memory in common. An empty copy does nothing but wait and signal. For
+        the rest see ``CopyEngine``.
 
         Example::
 
@@ -145,10 +146,7 @@ class CopyEngine:
     ) -> None:
         """Copy many tiles as ``put_tile`` does: one wait before all, one signal after all."""
         call = _Call(self, "put_tiles", to_rank, channel)
-        lengths = len(tiles), len(to_ptrs), len(to_strides)
-        if len(set(lengths)) > 1:
-            tell = "tiles, to_ptrs, to_strides: {} tiles, {} pointers and {} strides"
-            call.problems.append(tell.format(*lengths))
+        call.lists(tiles=tiles, to_ptrs=to_ptrs, to_strides=to_strides)
         for i, place in enumerate(zip(tiles, to_ptrs, to_strides, strict=False)):
             call.tile(f"tiles[{i}]", place[0], f"to_ptrs[{i}]", place[1], place[2])
         call.flags(wait_flag, wait_value, signal_flag, signal_value, signal_op)
@@ -190,6 +188,18 @@ class _Call:
         if not (_whole(channel) and 0 <= channel < CHANNELS):
             self.problems.append(f"channel={channel!r}: channels are 0 to {CHANNELS - 1}")
 
+    def lists(self, **given: Any) -> None:
+        """Raise unless each of ``given`` has a length; note it if these differ."""
+        for name, value in given.items():
+            if not hasattr(value, "__len__"):
+                self.problems.append(f"{name}: {type(value).__name__} is no list")
+        if self.problems:
+            self.check()
+        lengths = {name: len(value) for name, value in given.items()}
+        if len(set(lengths.values())) > 1:
+            counts = ", ".join(f"{length} {name}" for name, length in lengths.items())
+            self.problems.append(f"lists of unequal length: {counts}")
+
     def same_layouts(self, source: Any, target: Any) -> None:
         """Add the copy of a tensor to the peer's place of another."""
         names = ("from_tensor",) if target is source else ("from_tensor", "to_tensor")
@@ -198,6 +208,9 @@ class _Call:
         if (source.shape, source.dtype) != (target.shape, target.dtype):
             shapes = f"{_kind(target)}, from_tensor is {_kind(source)}"
             self.problems.append(f"to_tensor: {shapes}")
+            return
+        if 0 in target.squeeze().stride():
+            self.problems.append(f"{names[-1]}: elements of {_kind(target)} share a place")
             return
         dst = self._there(names[-1], target) if target.numel() else 0
         if dst is not None:
@@ -215,15 +228,10 @@ class _Call:
             row = f"a row of {_kind(tile)} has {columns * item} bytes"
             self.problems.append(f"stride {stride!r} of {name}: {row}")
             return
-        dst = self._address(ptr_name, ptr) if tile.numel() else 0
-        if dst is None:
-            return
-        end = dst + (rows - 1) * stride + columns * item
-        if tile.numel() and not self._ctx.heap.holds(self._peer, dst, end):
-            where = f"{end - dst} bytes there are not all on the heap of rank {self._peer}"
-            self.problems.append(f"{ptr_name}={dst:#x}: {where}")
-            return
-        self._copy(dst, (stride, item), tile)
+        span = (rows - 1) * stride + columns * item
+        dst = self._address(ptr_name, ptr, tile, span) if tile.numel() else 0
+        if dst is not None:
+            self._copy(dst, (stride, item), tile)
 
     def flags(self, wait: Flag, least: int | None, signal: Flag, value: int, op: str) -> None:
         """Add the wait before and the signal after."""
@@ -287,10 +295,14 @@ class _Call:
         if tensor.device != self._ctx.device:
             self.problems.append(f"{name}: on {tensor.device}, this rank is on {self._ctx.device}")
             return False
+        if tensor.is_conj() or tensor.is_neg():
+            view = "a view whose memory holds other values"
+            self.problems.append(f"{name}: {view}; pass .resolve_conj().resolve_neg()")
+            return False
         return True
 
-    def _there(self, name: str, tensor: Tensor) -> int | None:
-        """Address, in this process, of the peer's tensor at the same place."""
+    def _there(self, name: str, tensor: Tensor, span: int = 0) -> int | None:
+        """Address, in this process, of the peer's tensor at the same place, which has ``span``."""
         found = self._ctx.heap.find(tensor)
         if found is None:
             self.problems.append(f"{name}: not on the symmetric heap")
@@ -299,15 +311,29 @@ class _Call:
         if self._peer not in block.ranks:
             self.problems.append(f"{name}: only ranks {block.ranks} allocated it")
             return None
+        if at + span > block.nbytes:
+            where = f"the {block.nbytes - at} that were allocated from there"
+            self.problems.append(f"{name}: {span} bytes are more than {where}")
+            return None
         return block.peers[block.ranks.index(self._peer)] + at
 
-    def _address(self, name: str, ptr: Any) -> int | None:
+    def _address(self, name: str, ptr: Any, tile: Tensor, span: int) -> int | None:
+        """Address, in this process, of the ``span`` bytes of the peer that a tile goes to."""
         if isinstance(ptr, Tensor):
-            return self._there(name, ptr) if self._here(name, ptr) else None
-        if _whole(ptr):
-            return int(ptr)
-        self.problems.append(f"{name}: {type(ptr).__name__} is neither an address nor a tensor")
-        return None
+            if not self._here(name, ptr):
+                return None
+            if ptr.dtype != tile.dtype:
+                self.problems.append(f"{name}: {_kind(ptr)}, the tile is {_kind(tile)}")
+                return None
+            return self._there(name, ptr, span)
+        if not _whole(ptr):
+            self.problems.append(f"{name}: {type(ptr).__name__} is neither an address nor a tensor")
+            return None
+        if not self._ctx.heap.holds(self._peer, int(ptr), int(ptr) + span):
+            where = f"{span} bytes there are not all on the heap of rank {self._peer}"
+            self.problems.append(f"{name}={ptr:#x}: {where}")
+            return None
+        return int(ptr)
 
     def _flag(self, name: str, flag: Any, value: Any) -> bool:
         if not self._here(name, flag):

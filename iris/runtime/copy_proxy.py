@@ -32,10 +32,11 @@ if TYPE_CHECKING:
     from iris.runtime.context import Iris
 
 _BATCH = 64  # descriptors that are taken before their end is made known
-# The thread looks often while there is work, then ever more seldom: kernels cannot wake it.
+# The thread looks often while there is work, then ever more seldom: kernels cannot wake it. While
+# none may ask it hardly looks at all.
 _PEERS_SECONDS = 0.1
 _PR_SET_TIMERSLACK = 29  # in nanoseconds, of the calling thread
-_BUSY_SECONDS, _OFTEN, _PENDING, _SELDOM = 0.05, 2e-5, 2e-4, 2e-3
+_BUSY_SECONDS, _OFTEN, _PENDING, _SELDOM, _ASLEEP = 0.05, 2e-5, 2e-4, 2e-3, 0.1
 
 
 class Engine:
@@ -177,9 +178,10 @@ class Engine:
                 self._look_for_lost_peers()
             self._empty += 1
             idle = now - active
-            longest = _PENDING if pending else _SELDOM
-            self._wake.wait(_OFTEN if idle < _BUSY_SECONDS else min(idle / 50, longest))
-            self._wake.clear()
+            longest = _PENDING if pending else _SELDOM if self.exposed else _ASLEEP
+            if self._wake.wait(_OFTEN if idle < _BUSY_SECONDS else min(idle / 50, longest)):
+                self._wake.clear()
+                active = time.monotonic()
 
     def _look_for_lost_peers(self) -> None:
         board = self._ctx.world.board

@@ -258,6 +258,7 @@ def wrong_arguments():
     alone = torch.ones(4, 6, device=ctx.device)
     base, end = ctx.heap.bases[0], ctx.heap.bases[0] + ctx.heap._slab.nbytes
     half = ctx.zeros(1, dtype=torch.float16)
+    pairs = ctx.zeros(4, dtype=torch.complex64)
     ints = "one int32, int64, uint32 or uint64"
     both = "wait_flag and wait_value: give both or none"
     cases = [
@@ -310,7 +311,30 @@ def wrong_arguments():
         ),
         (
             lambda: ctx.put_tiles([x, x[0]], 1, [x], [24, 24, 24]),
-            ["tiles, to_ptrs, to_strides: 2 tiles, 1 pointers and 3 strides"],
+            ["lists of unequal length: 2 tiles, 1 to_ptrs, 3 to_strides"],
+        ),
+        (
+            lambda: ctx.put_tiles(iter([x]), 1, x.data_ptr(), [24]),
+            ["tiles: list_iterator is no list", "to_ptrs: int is no list"],
+        ),
+        (
+            lambda: ctx.put_tile(x, 1, y, 24),
+            ["to_ptr: float16[4, 6], the tile is float32[4, 6]"],
+        ),
+        (
+            lambda: ctx.put_tile(x, 1, x[2:], 24),  # its last rows belong to another tensor
+            ["to_ptr: 96 bytes are more than the 48 that were allocated from there"],
+        ),
+        (
+            lambda: ctx.put(pairs.conj(), 1, pairs),
+            [
+                "from_tensor: a view whose memory holds other values; "
+                "pass .resolve_conj().resolve_neg()"
+            ],
+        ),
+        (
+            lambda: ctx.put(x, 1, x[:1].expand(4, 6)),
+            ["to_tensor: elements of float32[4, 6] share a place"],
         ),
     ]
     for call, problems in cases:
@@ -415,6 +439,12 @@ def test_an_idle_engine_hardly_looks():
         before = ctx._engine.looks
         time.sleep(0.5)
         assert ctx._engine.looks - before <= 300  # once in 2 ms, or seldomer
+    with created() as ctx:  # no kernel may ask
+        ctx.put(ctx.ones(4), 0)
+        time.sleep(0.5)
+        before = ctx._engine.looks
+        time.sleep(0.5)
+        assert ctx._engine.looks - before <= 60
 
 
 def planned():
