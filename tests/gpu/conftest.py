@@ -3,7 +3,8 @@ microseconds.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -23,3 +24,13 @@ def _mps(_pools: object) -> Iterator[None]:
             pool.close()
         for name in variables:
             os.environ.pop(name, None)
+
+
+@pytest.fixture
+def run(ranks: Callable[[int], Any]) -> Callable[..., list[Any]]:
+    """Return ``run(fn, world, *args)``: what each of ``world`` ranks of a shared pool returns."""
+
+    def on_ranks(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+        return ranks(world).run(fn, *args, timeout=100)  # type: ignore[no-any-return]
+
+    return on_ranks

@@ -11,7 +11,6 @@ from torch import nn
 
 import iris
 from iris.bench.decoder import Block, Decoder, Inputs, Place, Shape, program, rows_of
-from iris.bench.mps import share_of
 from iris.bench.torch_decoder import Peer
 from iris.nn import (
     Checkpoint,
@@ -30,14 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 SHAPE = Shape(hidden=256, inner=512, heads=8, layers=2, kv_heads=4, width=64, words=640)
-
-
-def run(fn, world, *args, timeout=110):
-    """Run ``fn`` on ``world`` ranks, each with its share of the GPU where they share one."""
-    env = {"IRIS_TIMEOUT": "30"}
-    if world > torch.cuda.device_count():
-        env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(share_of(world))
-    return iris.launch(fn, world, *args, timeout=timeout, env=env)
 
 
 def error(found, want):
@@ -94,7 +85,7 @@ def _layers(dtype, spread):
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-4)])
 @pytest.mark.parametrize("spread", [False, True], ids=["whole", "by rows"])
-def test_layers(dtype, most, spread):
+def test_layers(run, dtype, most, spread):
     for replayed, worst in run(_layers, 2, dtype, spread):
         assert replayed
         assert worst < most
@@ -125,7 +116,7 @@ def _decoder(layers, batch, rows, held):
 @pytest.mark.parametrize(
     ("batch", "rows", "held"), [(3, 1, 16), (1, 1, 16), (1, 512, 0), (2, 20, 0)], ids=str
 )
-def test_decoder_blocks(layers, batch, rows, held):
+def test_decoder_blocks(run, layers, batch, rows, held):
     for replayed, found in run(_decoder, 2, layers, batch, rows, held):
         assert replayed
         assert max(found) < 3e-2
@@ -163,7 +154,7 @@ def _own(x, ctx):
     return x.chunk(ctx.num_ranks)[ctx.cur_rank]
 
 
-def test_torch_compile_and_dtensor():
+def test_torch_compile_and_dtensor(run):
     for worst, stages in run(_compiled, 2):
         assert worst < 1e-3
         assert "matmul_all_reduce" in stages
@@ -208,7 +199,7 @@ def _parallelized(kind):
     return found, [one.runner.captured is not None for one in model.spmd.programs]
 
 
-def test_a_parallelized_model_generates():
+def test_a_parallelized_model_generates(run):
     pytest.importorskip("transformers")
     for found, replayed in run(_parallelized, 2, "llama"):
         assert found == [True, True]
@@ -245,7 +236,7 @@ def _changed():
     return worst
 
 
-def test_changes_to_a_block_are_seen():
+def test_changes_to_a_block_are_seen(run):
     assert max(run(_changed, 2)) < 2e-2
 
 
@@ -258,7 +249,7 @@ def _from_a_file(folder):
     return [module(torch.full((2, 6), float(n), device=ctx.device)).cpu() for n in range(3)]
 
 
-def test_layers_from_a_file_move_to_the_gpu(tmp_path):
+def test_layers_from_a_file_move_to_the_gpu(run, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     torch.manual_seed(0)
     whole = {"up.weight": torch.randn(10, 6), "down.weight": torch.randn(6, 10)}

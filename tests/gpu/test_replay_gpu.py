@@ -134,17 +134,17 @@ def _reference(stage, x, w, v):
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("stage", STAGES)
-def test_replays_are_the_same_bits(stage, world):
-    assert launch(_soak, world, stage, 500, limit=20) == [0] * world
+def test_replays_are_the_same_bits(run, stage, world):
+    assert run(_soak, world, stage, 500) == [0] * world
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_hundred_thousand_replays_are_the_same_bits(stage, world):
+def test_a_hundred_thousand_replays_are_the_same_bits(run, stage, world):
     rounds = int(os.environ.get("SOAK_REPLAYS", "100000"))
-    assert launch(_soak, world, stage, rounds, limit=20) == [0] * world
+    assert run(_soak, world, stage, rounds) == [0] * world
 
 
 def _kernels():
@@ -169,8 +169,8 @@ def _kernels():
     return [event.name for event in profile.events() if "CUDA" in str(event.device_type)]
 
 
-def test_a_two_stage_mlp_is_two_kernels_without_meetings_or_zeroing():
-    for names in launch(_kernels, 2, limit=20):
+def test_a_two_stage_mlp_is_two_kernels_without_meetings_or_zeroing(run):
+    for names in run(_kernels, 2):
         ours = [name for name in names if name.endswith("_kernel")]
         assert len(ours) == 10, names
         assert not [name for name in names if "emset" in name or "fill" in name.lower()]
@@ -244,7 +244,12 @@ def test_steps_that_cannot_be_captured_split_the_program(outputs):
 def _sizes():
     from iris.spmd import decorator
 
-    decorator.CACHED_PROGRAMS = 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decorator, "CACHED_PROGRAMS", 3)
+        return _changing_sizes()
+
+
+def _changing_sizes():
     ctx = iris.iris(1 << 26)
     rank, world, device = ctx.cur_rank, ctx.num_ranks, ctx.device
 
@@ -268,8 +273,8 @@ def _sizes():
     return wrong, held
 
 
-def test_memory_of_dropped_graphs_comes_back():
-    for wrong, held in launch(_sizes, 2, limit=20):
+def test_memory_of_dropped_graphs_comes_back(run):
+    for wrong, held in run(_sizes, 2):
         assert wrong == 0
         assert held[-1] <= held[1], held
 
@@ -309,8 +314,8 @@ def _streams():
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_programs_interleaved_on_several_streams(world):
-    assert launch(_streams, world, limit=20) == [0] * world
+def test_programs_interleaved_on_several_streams(run, world):
+    assert run(_streams, world) == [0] * world
 
 
 def _writes(outputs):
@@ -345,8 +350,8 @@ def _writes(outputs):
 
 
 @pytest.mark.parametrize("outputs", ["fresh", "reuse"])
-def test_writes_to_arguments_are_part_of_the_graph(outputs):
-    assert launch(_writes, 2, outputs, limit=20) == [[], []]
+def test_writes_to_arguments_are_part_of_the_graph(run, outputs):
+    assert run(_writes, 2, outputs) == [[], []]
 
 
 def _own_graph():
@@ -380,8 +385,8 @@ def _own_graph():
     return wrong
 
 
-def test_a_graph_of_the_caller_may_hold_a_program():
-    assert launch(_own_graph, 2, limit=20) == [0, 0]
+def test_a_graph_of_the_caller_may_hold_a_program(run):
+    assert run(_own_graph, 2) == [0, 0]
 
 
 def _killed(f, x, last):

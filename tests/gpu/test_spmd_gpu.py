@@ -3,7 +3,6 @@ torch.
 """
 
 import random
-import statistics
 import time
 
 import pytest
@@ -12,20 +11,11 @@ import torch.nn.functional as F
 
 import iris
 from iris import P
-from iris.bench.mps import share_of
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-
-
-def run(fn, world, *args, timeout=100):
-    """Run ``fn`` on ``world`` ranks, each with its share of the GPU where they share one."""
-    env = {"IRIS_TIMEOUT": "20"}
-    if world > torch.cuda.device_count():
-        env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(share_of(world))
-    return iris.launch(fn, world, *args, timeout=timeout, env=env)
 
 
 def shard(x, dim, index, parts):
@@ -91,18 +81,18 @@ def _mlp(m, k, f, dtype, lowering, calls):
 @pytest.mark.parametrize(
     ("m", "k", "f"), [(256, 128, 512), (7, 64, 96), (1, 33, 5), (1000, 520, 264)]
 )
-def test_mlp_fused_and_replayed(dtype, m, k, f):
+def test_mlp_fused_and_replayed(run, dtype, m, k, f):
     for captured, _ in run(_mlp, 2, m, k, f, dtype, "triton", 8):
         assert captured
 
 
 @pytest.mark.parametrize("world", [1, 3, 4, 8])
-def test_mlp_on_other_worlds(world):
+def test_mlp_on_other_worlds(run, world):
     for captured, _ in run(_mlp, world, 200, 128, 384, torch.bfloat16, "triton", 6):
         assert captured
 
 
-def test_mlp_with_torch_ops():
+def test_mlp_with_torch_ops(run):
     for captured, _ in run(_mlp, 2, 64, 64, 128, torch.bfloat16, "torch", 6):
         assert captured  # between the meetings of ranks on the host
 
@@ -145,7 +135,7 @@ def _replays(rounds):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_replays_with_fresh_data_and_delays(world):
+def test_replays_with_fresh_data_and_delays(run, world):
     for wrong, error in run(_replays, world, 20_000):
         assert wrong == 0
         assert error < 1e-2
@@ -201,50 +191,6 @@ def _surroundings():
     return problems
 
 
-def test_feedback_streams_random_numbers_and_writes():
+def test_feedback_streams_random_numbers_and_writes(run):
     for problems in run(_surroundings, 2):
         assert problems == []
-
-
-def _host_time(calls):
-    ctx = iris.iris(1 << 28)
-    world, device = ctx.num_ranks, ctx.device
-    times = {}
-    for outputs in ("reuse", "fresh"):
-
-        @iris.spmd(
-            in_specs=(P("tp", None), P(None, "tp"), P("tp", None)),
-            out_specs=P("tp", None),
-            outputs=outputs,
-        )
-        def f(x, up, down):
-            return iris.reduce_scatter(iris.all_gather(x, "tp") @ up @ down, "tp")
-
-        x = torch.rand(64 // world, 64, device=device)
-        up = torch.rand(64, 64, device=device)
-        down = torch.rand(64, 64, device=device)
-        for _ in range(5):
-            f(x, up, down)
-        samples = []
-        for _ in range(calls):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(20):
-                f(x, up, down)
-            samples.append((time.perf_counter() - start) / 20 * 1e6)
-        times[outputs] = round(statistics.median(samples), 1)
-        runner = next(iter(f._state.programs.values())).runner
-        samples = []
-        for _ in range(calls):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(20):
-                runner.captured.graph.replay()
-            samples.append((time.perf_counter() - start) / 20 * 1e6)
-        times[f"bare {outputs}"] = round(statistics.median(samples), 1)
-    return times
-
-
-def test_host_time_is_reported(capsys):
-    with capsys.disabled():
-        print("\nhost us a call, W=1:", run(_host_time, 1, 50))  # noqa: T201

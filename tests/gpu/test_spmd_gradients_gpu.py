@@ -6,7 +6,6 @@ import torch.nn.functional as F
 
 import iris
 from iris import P
-from iris.bench.mps import share_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -83,10 +82,7 @@ def _block(rows, dtype):
 
 @pytest.mark.parametrize(("world", "rows"), [(1, 128), (2, 256), (2, 129), (4, 512)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_block(world, rows, dtype):
-    env = {"IRIS_TIMEOUT": "20"}
-    if world > torch.cuda.device_count():
-        env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(share_of(world))
+def test_a_block(run, world, rows, dtype):
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 4e-2}[dtype]
-    for worst in iris.launch(_block, world, rows, dtype, timeout=100, env=env):
+    for worst in run(_block, world, rows, dtype):
         assert worst < tolerance
