@@ -167,8 +167,7 @@ class Lanes:
 
     def give_up(self) -> None:
         """Drop all jobs: nobody will look at the results any more."""
-        for lane in self._lanes.values():
-            lane.jobs.clear()
+        self._lanes.clear()
 
     def close(self) -> None:
         """Let go of what lanes are made of, when all are empty."""

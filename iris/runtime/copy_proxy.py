@@ -72,13 +72,10 @@ class Engine:
             self.lanes.prepare(words[-4:].data_ptr())
         else:
             self.lanes = Lanes(self.wake)
-        self.error: IrisError | None = None
         self.looks = 0  # times the thread looked for work
         self._empty = 0  # times there was none
-        self._stop = False
         self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="iris-copy-engine", daemon=True)
-        self._thread.start()
+        self._start()
         ctx.world.sync(0, "start the copy engine")
 
     def submit(self, key: Key, ops: Sequence[Op], used: Sequence[Tensor]) -> None:
@@ -117,19 +114,26 @@ class Engine:
     def close(self, abandon: bool = False) -> None:
         """End the thread, by default after all that was asked for."""
         if self._thread.is_alive() and not abandon:
-            if self._ctx.device.type == "cuda":
-                torch.cuda.synchronize(self._ctx.device)
+            self._synchronize()
             with suppress(IrisError):  # the thread's own error was raised where it mattered
                 self.settle()
-        self._stop = True
-        self.wake()
-        self._thread.join(config.timeout())
-        self.lanes.give_up()
+        self._end()
         if not abandon:
             self.lanes.close()
 
+    def renew(self) -> None:
+        """Forget what was asked for and what went wrong, while no kernel runs."""
+        self._end()
+        if self._thread.is_alive():
+            raise IrisError(f"{self._name()} does not stop", help=_WAY_OUT)
+        self._synchronize()
+        self._rings.zero_()
+        self.restart(0)
+        self._synchronize()
+        self._start()
+
     def restart(self, ticket: int) -> None:
-        """Let every queue go on with number ``ticket``; for tests, when none is in use."""
+        """Let every queue go on with number ``ticket``, when none is in use."""
         self._next = [ticket] * len(self._next)
         for counters in (self._taken, self._read, self._done, self._tickets):
             counters.fill_(ticket)
@@ -144,6 +148,22 @@ class Engine:
             others = self._slots, watch.record.data_ptr(), stage, self._done_at[peer]
             rows[peer] = torch.tensor([*addresses, *others])
         return rows.to(self._ctx.device)
+
+    def _start(self) -> None:
+        self.error: IrisError | None = None
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, name="iris-copy-engine", daemon=True)
+        self._thread.start()
+
+    def _end(self) -> None:
+        self._stop = True
+        self.wake()
+        self._thread.join(config.timeout())
+        self.lanes.give_up()
+
+    def _synchronize(self) -> None:
+        if self._ctx.device.type == "cuda":
+            torch.cuda.synchronize(self._ctx.device)
 
     def _run(self) -> None:
         try:
@@ -232,4 +252,4 @@ class Engine:
         return f"the copy engine of rank {self._ctx.cur_rank}"
 
 
-_WAY_OUT = "close this context and create another"
+_WAY_OUT = "call ctx.reset() on every rank, or close this context and create another"

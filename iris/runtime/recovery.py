@@ -14,6 +14,7 @@ from iris.runtime.groups import Group, names
 
 if TYPE_CHECKING:
     from iris.device.watch import Watch
+    from iris.runtime.copy_proxy import Engine
 
 
 class Counting(Protocol):
@@ -32,6 +33,7 @@ class Recovery:
     world: Group
     counting: "weakref.WeakSet[Counting]"
     _board: Board
+    _engine: "Engine | None"
     _groups: dict[tuple[int, ...], Group]
 
     def check(self) -> None:
@@ -69,6 +71,8 @@ class Recovery:
 
         Only while no rank is in any call (``RankPool`` between tasks, and ``reset``).
         """
+        if self._engine is not None:
+            self._engine.renew()
         self._board.page.renew()
         for group in self._groups.values():
             group.renew()

@@ -226,6 +226,32 @@ def test_a_wait_is_bounded(monkeypatch):
     wait_for_nobody()
 
 
+def goes_on():
+    """After a reset lanes are empty, and work."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IRIS_TIMEOUT", "1")
+        ctx = created()
+        rank, world = ctx.cur_rank, ctx.num_ranks
+        right, left = (rank + 1) % world, (rank - 1) % world
+        x, out = ctx.full((4,), rank + 1.0), ctx.zeros(3, 4)
+        flag = ctx.zeros(1, dtype=torch.int32)
+        for turn in range(3):
+            ctx.put(x, right, out[turn], channel=1)
+            for _ in range(2):
+                ctx.put(x, right, wait_flag=flag, wait_value=turn + 1, async_op=True)
+            with pytest.raises(TimeoutError):
+                ctx.quiet(right)
+            ctx.reset()
+            ctx.put(x, right, out[turn], signal_flag=flag, signal_value=turn + 1)
+            ctx.put(x, rank, wait_flag=flag, wait_value=turn + 1)
+            ctx.barrier()
+            assert out[: turn + 1].tolist() == [[left + 1.0] * 4] * (turn + 1)
+
+
+def test_a_reset_makes_it_usable_again(ranks):
+    ranks(2).run(goes_on)
+
+
 def wait_for_the_dead():
     ctx = created()
     x, flag = ctx.ones(4), ctx.zeros(1, dtype=torch.int32)
@@ -428,7 +454,13 @@ def test_the_death_of_its_thread_is_an_error_on_the_next_use():
                 iris.IrisError, match=r"the copy engine of rank 0 stopped"
             ) as caught:
                 call()
-            assert caught.value.help == "close this context and create another"
+            assert caught.value.help == (
+                "call ctx.reset() on every rank, or close this context and create another"
+            )
+        ctx.reset()
+        y = ctx.zeros(4)
+        ctx.put(x, 0, y)
+        assert y.tolist() == [1] * 4
 
 
 def test_an_idle_engine_hardly_looks():

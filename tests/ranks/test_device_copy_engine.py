@@ -315,7 +315,7 @@ def ask(x, out, bases, engine, rank, peer, COUNT, BLOCK: tl.constexpr):
 def killed():
     """Rank 0's thread dies with requests in the queue: its kernel ends, the next use says why.
 
-    Others get their work done.
+    Others get their work done. After a reset all queues are empty, and work.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("IRIS_COPY_QUEUE", "4")
@@ -324,24 +324,33 @@ def killed():
     x, out = ctx.full((64,), rank + 1.0), ctx.zeros(64)
     ctx.barrier()
     engine, bases = ctx.get_copy_engine_ctx(), ctx.get_heap_bases()
+    request = x, out, bases, engine, rank, (rank + 1) % world, 40
     if rank > 0:
-        ask[(1,)](x, out, bases, engine, rank, (rank + 1) % world, 40, BLOCK=64)
+        ask[(1,)](*request, BLOCK=64)
         ctx.quiet()
-        return
-    decode, seen = ctx._engine._decode, []
+    else:
+        decode, seen = ctx._engine._decode, []
 
-    def die(*args):
-        seen.append(args)
-        if len(seen) == 7:
-            raise SystemExit
-        return decode(*args)
+        def die(*args):
+            seen.append(args)
+            if len(seen) == 7:
+                raise SystemExit
+            return decode(*args)
 
-    ctx._engine._decode = die
-    ask[(1,)](x, out, bases, engine, 0, 1 % world, 40, BLOCK=64)
-    for use in (lambda: ctx.put(x, 0), ctx.quiet, ctx.get_copy_engine_ctx, ctx.barrier):
-        with pytest.raises(iris.IrisError, match="the copy engine of rank 0 stopped: SystemExit"):
-            use()
-    assert len(seen) == 7
+        ctx._engine._decode = die
+        ask[(1,)](*request, BLOCK=64)
+        stopped = "the copy engine of rank 0 stopped: SystemExit"
+        for use in (lambda: ctx.put(x, 0), ctx.quiet, ctx.get_copy_engine_ctx, ctx.barrier):
+            with pytest.raises(iris.IrisError, match=stopped):
+                use()
+        assert len(seen) == 7
+    for turn in range(3):
+        ctx.reset()
+        x.fill_(10.0 * turn + rank)
+        ctx.barrier()
+        ask[(1,)](*request, BLOCK=64)
+        ctx.barrier()
+        assert out.tolist() == [10.0 * turn + (rank - 1) % world] * 64
 
 
 def test_a_thread_that_dies_with_requests_in_the_queue(ranks):
