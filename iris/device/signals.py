@@ -82,12 +82,12 @@ def wait(ptr, epoch, record, stage=0, peer=-1, mask=None, source=None):
             now = clock(polls)
             since = tl.where(since == 0, now, since)
             late = now - since > tl.load(record + LIMIT)
-            # Threads may differ on ``late``. All see the claim in ``state``, at the next check.
-            bid = tl.where(late, claim, tl.cast(0, tl.int64))
-            state = tl.atomic_cas(
-                record + STATE, tl.cast(0, tl.int64), bid, sem="relaxed", scope="sys"
-            )
-            was_clear = tl.where(state == 0, 1, was_clear)
+            # Threads may differ on ``late``. All see in ``state`` whether there is a claim now.
+            none = tl.cast(0, tl.int64)
+            bid = tl.where(late, claim, none)
+            before_bid = tl.atomic_cas(record + STATE, none, bid, sem="relaxed", scope="sys")
+            was_clear = tl.where(before_bid == 0, 1, was_clear)
+            state = tl.atomic_cas(record + STATE, none, none, sem="relaxed", scope="sys")
             if now - since > tl.load(record + SLOW):
                 _tell_slow(record, stage, epoch, polls)
         # Of a wait that is over, what was missing is kept, though it may come now.

@@ -23,9 +23,10 @@ def load(path):
 
 RANKS = Path(__file__).parents[1] / "ranks"
 FILES = *RANKS.glob("test_device_*.py"), RANKS / "test_recovery.py", RANKS / "test_check_guards.py"
-# The first replaces a function that kernels call, which only an interpreted kernel takes. The other
-# kills a rank that shares a GPU: see test_runtime_gpu.py.
+# The first two need the interpreter: one replaces a function that kernels call, one observes polls.
+# The other kills a rank that shares a GPU: see test_runtime_gpu.py.
 ONLY_CPU = {
+    "test_a_flag_that_comes_as_its_wait_runs_out_is_late",
     "test_a_signal_that_is_never_sent_is_a_timeout",
     "test_a_kernel_that_waits_for_a_dead_rank_ends_before_its_time",
 }

@@ -1,5 +1,6 @@
 """Signals and bounded waits."""
 
+import contextlib
 import re
 import time
 
@@ -10,7 +11,7 @@ import triton.language as tl
 
 import iris
 import iris.device.pickling  # kernels of this file travel to the ranks
-from iris.device import ops, signals, watch
+from iris.device import ops, signals, target, watch
 from iris.device.context import DeviceContext
 
 pytestmark = pytest.mark.ranks
@@ -128,6 +129,38 @@ def test_a_lost_wait_ends_all_waits_and_says_the_same_on_all_ranks(ranks):
         ]
         * 3
     )
+
+
+class JustLate:
+    """Sets a flag as soon as the wait for it has run out. See `iris.device.target.observer`."""
+
+    def __init__(self, ctx, flag):
+        self.state, self.flag = ctx.watch.record[watch.STATE :], flag
+
+    @contextlib.contextmanager
+    def polling(self):
+        if self.state[0] != 0:
+            self.flag.fill_(1)
+        yield
+
+
+def flag_that_is_just_late():
+    ctx = iris.iris(1 << 20)
+    limit(ctx, 0.01)
+    flag, out = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    target.observer = JustLate(ctx, flag)
+    try:
+        wait_for[(1,)](flag, ctx.watch.record, ctx.watch.stage("gather", [0]), 1, 0, out)
+    finally:
+        target.observer = None
+    with pytest.raises(iris.TimeoutError) as error:
+        finish(ctx)
+    return int(flag), int(out), str(error.value).partition("\nhelp")[0]
+
+
+def test_a_flag_that_comes_as_its_wait_runs_out_is_late(ranks):
+    text = "gather: rank 0 waited 0.01 s for rank 0\n  epoch: expected 1, seen 0"
+    assert ranks(1).run(flag_that_is_just_late) == [(1, 0, text)]
 
 
 @triton.jit(do_not_specialize=["epoch", "n"])
