@@ -15,6 +15,7 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +98,7 @@ class Record:
         what, ranks = self.stages.get(stage, ("", ()))
         members = [i for i in range(64) if bits >> i & 1]
         peers = [ranks[i] if i < len(ranks) else i for i in members]
-        name = self.kinds[kind] if kind < len(self.kinds) else f"kind {kind}"
+        name = self.kinds[kind] if 0 <= kind < len(self.kinds) else f"kind {kind}"
         args: dict[str, Any] = {"stage": what, "program": place & 0xFFFFFFFF}
         args |= {"peers": peers} if peers else {}
         args |= {"bytes": nbytes} if nbytes else {}
@@ -140,14 +141,15 @@ class Tracing:
         """
         from iris.device.tracing import EVENT_WORDS, KINDS  # brings in triton
 
-        if max_events != int(max_events) or max_events < 1:
+        wanted: Any = max_events
+        if not isinstance(wanted, Real) or wanted < 1 or wanted % 1 != 0:
             raise ConfigError(f"max_events={max_events!r} must be a whole number above 0")
-        device = self._ctx.device
-        if self._max_events != int(max_events):
-            self._max_events = int(max_events)
-            shape = (self._max_events, EVENT_WORDS.value)
+        device, count = self._ctx.device, int(max_events)
+        if self._max_events != count:
+            shape = (count, EVENT_WORDS.value)
             self._buffer = torch.zeros(shape, dtype=torch.int64, device=device)
             self._counter = torch.zeros(1, dtype=torch.int64, device=device)
+            self._max_events = count
         if not self._kinds:
             self._kinds, self._clock = list(KINDS), _ClockReader(device)
         self._set(1)
@@ -185,7 +187,8 @@ class Tracing:
         self._check()
         mine = self._record()
         sent = mine if merge else replace(mine, words=b"")
-        answers: Any = self._ctx.world.exchange_object("ctx.tracing", sent)
+        what = f"ctx.tracing, merge={merge}"
+        answers: Any = self._ctx.world.exchange_object(what, sent)
         clocks = _shared([record.clock for record in answers])
         ranks = [
             {
@@ -213,7 +216,9 @@ class Tracing:
         rank, file = self._ctx.cur_rank, Path(path)
         if merge and rank != 0:
             return None
-        file = file if merge else file.with_stem(f"{file.stem}-rank{rank}")
+        if not merge:
+            ends = "".join(file.suffixes[-2 if file.suffix == ".gz" else -1 :])
+            file = file.with_name(f"{file.name.removesuffix(ends)}-rank{rank}{ends}")
         timeline.save(file)
         return file
 

@@ -370,3 +370,37 @@ def no_engine():
 def test_use_without_a_context_says_so(ranks):
     with pytest.raises(LaunchError, match="the copy engine needs copy_engine_ctx="):
         ranks(1).run(no_engine)
+
+
+@triton.jit
+def ask_too_much(x, bases, engine, WHAT: tl.constexpr):
+    i = tl.arange(0, 4)
+    if WHAT == "dims":
+        block = x + i[:, None, None]
+        ops.put(block, x, 0, 0, bases, copy_engine_ctx=engine, use_copy_engine=True)
+    elif WHAT == "block":
+        atomics.atomic_add(x + i, 1, 0, 0, bases, copy_engine_ctx=engine, use_copy_engine=True)
+    elif WHAT == "mask":
+        atomics.atomic_add(x, 1, 0, 0, bases, True, copy_engine_ctx=engine, use_copy_engine=True)
+    else:
+        atomics.atomic_add(x, 1, 0, 0, bases, copy_engine_ctx=engine, use_copy_engine=True)
+
+
+def too_much(what, dtype):
+    ctx = iris.iris(1 << 20, engines=("sdma",))
+    x = ctx.ones(4, dtype=dtype)
+    ask_too_much[(1,)](x, ctx.get_heap_bases(), ctx.get_copy_engine_ctx(), what)
+
+
+@pytest.mark.parametrize(
+    ("what", "dtype", "text"),
+    [
+        ("dims", torch.int32, "the copy engine takes blocks of 1 or 2 dims"),
+        ("block", torch.int32, "the copy engine changes one place at a time"),
+        ("mask", torch.int32, "atomic_add: use_copy_engine takes no mask"),
+        ("dtype", torch.float32, "the copy engine changes int32, int64, uint32 or uint64"),
+    ],
+)
+def test_what_it_cannot_do_is_said(ranks, what, dtype, text):
+    with pytest.raises(LaunchError, match=text):
+        ranks(1).run(too_much, what, dtype)

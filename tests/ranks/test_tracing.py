@@ -1,6 +1,8 @@
 """What kernels record: ``ctx.tracing``, ``DeviceContext`` with tracing, and the exported traces."""
 
+import functools
 import json
+import math
 import sys
 import threading
 
@@ -84,7 +86,8 @@ def overflows(folder):
     ctx.tracing.enable(max_events=5)
     launch(ctx, 20)
     first = ctx.tracing.timeline(merge=False).about["ranks"]
-    files = [ctx.tracing.export(folder / "own.json"), ctx.tracing.export(folder / "all.json", True)]
+    own = ctx.tracing.export(folder / "own.1.json.gz")
+    files = [own, ctx.tracing.export(folder / "all.json", True)]
     ctx.tracing.reset()
     ctx.barrier()
     after = ctx.tracing.timeline(merge=False).about["ranks"]
@@ -101,8 +104,8 @@ def test_what_finds_no_room_is_counted_and_said(ranks, tmp_path, capfd):
     (counts, own), (_, other) = ranks(2).run(overflows, tmp_path)
     assert counts == [[(5, 7)] * 2, [(0, 0)] * 2, [(0, 0)] * 2]
     assert [own, other] == [
-        [tmp_path / "own-rank0.json", tmp_path / "all.json"],
-        [tmp_path / "own-rank1.json", None],
+        [tmp_path / "own.1-rank0.json.gz", tmp_path / "all.json"],
+        [tmp_path / "own.1-rank1.json.gz", None],
     ]
     merged = json.loads((tmp_path / "all.json").read_text())
     about = merged["otherData"]["ranks"][1]
@@ -119,7 +122,9 @@ def test_what_finds_no_room_is_counted_and_said(ranks, tmp_path, capfd):
 def misuse():
     ctx = iris.iris(1 << 20)
     texts = []
-    for call in (ctx.tracing.reset, ctx.tracing.timeline, lambda: ctx.tracing.enable(0)):
+    calls = [ctx.tracing.reset, ctx.tracing.timeline]
+    calls += [functools.partial(ctx.tracing.enable, bad) for bad in (0, 1.5, "5", math.inf)]
+    for call in calls:
         with pytest.raises(iris.IrisError) as error:
             call()
         texts.append(str(error.value))
@@ -128,7 +133,37 @@ def misuse():
 
 def test_misuse_says_the_way_out(ranks):
     never = "tracing was never enabled in this context\nhelp: call ctx.tracing.enable() first"
-    assert ranks(1).run(misuse) == [[never, never, "max_events=0 must be a whole number above 0"]]
+    bad = [f"max_events={x} must be a whole number above 0" for x in ("0", "1.5", "'5'", "inf")]
+    assert ranks(1).run(misuse) == [[never, never, *bad]]
+
+
+def merges_on_one_rank():
+    ctx = iris.iris(1 << 20)
+    ctx.tracing.enable(5)
+    with pytest.raises(iris.IrisError, match="ranks of one group are in different calls") as error:
+        ctx.tracing.timeline(merge=ctx.cur_rank == 0)
+    return str(error.value).split("\n")[1:3]
+
+
+def test_ranks_merge_all_or_none(ranks):
+    calls = ["  rank 0: ctx.tracing, merge=True", "  rank 1: ctx.tracing, merge=False"]
+    assert ranks(2).run(merges_on_one_rank) == [calls, calls]
+
+
+def enabled_without_room():
+    """What finds no memory changes nothing."""
+    ctx = iris.iris(1 << 20)
+    ctx.tracing.enable(5)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"allocate memory|out of memory"):
+            ctx.tracing.enable(1 << 48)
+    launch(ctx, -1)
+    return ctx.tracing.timeline().about["ranks"][0]
+
+
+def test_a_buffer_that_finds_no_memory_changes_nothing(ranks):
+    (about,) = ranks(1).run(enabled_without_room)
+    assert (about["events"], about["dropped"]) == (5, 5)
 
 
 def mlp(x, w_up, w_down):
