@@ -13,18 +13,22 @@ from iris.graph.types import Mesh
 from iris.runtime.context import current
 from iris.spmd.binding import Binder, Bound, is_dtensor, local_part
 from iris.spmd.mesh import ProgramMesh
+from iris.spmd.modules import Buffer
 from iris.spmd.options import Options
 from iris.spmd.specs import Leaf, axes_in, from_placements, match, offences
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """One call of a function. ``held`` are tensors of the method's module that have a spec."""
+    """One call of a function. ``held`` are tensors of the method's module that have a spec, and
+    ``buffers`` what it may write to.
+    """
 
     options: Options
     binder: Binder
     bound: Bound
     held: Sequence[Leaf] = ()
+    buffers: Sequence[Buffer] = ()
 
     @property
     def name(self) -> str:

@@ -1,5 +1,6 @@
 """Makes the program of one call, in agreement with the other ranks."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from iris import config
-from iris.errors import CollectiveMismatchError, SpecError, TypeRuleError
+from iris.errors import CollectiveMismatchError, SpecError, TraceError, TypeRuleError
 from iris.graph.nodes import Graph, Ref, Value
 from iris.graph.ops import Output as Returned, check_outputs
 from iris.graph.types import TensorType
@@ -27,11 +28,12 @@ from iris.spmd.dump import Dump
 from iris.spmd.guards import Access
 from iris.spmd.importing import Importer
 from iris.spmd.mesh import ProgramMesh
+from iris.spmd.modules import Buffer
 from iris.spmd.options import Options
 from iris.spmd.program import Program, generated
 from iris.spmd.recording import returned
 from iris.spmd.specs import Leaf, match
-from iris.spmd.tracing import Output, Traced, collector_paused, trace
+from iris.spmd.tracing import Output, OutsideWriteError, Traced, collector_paused, trace
 
 
 class Compiler:
@@ -51,6 +53,7 @@ class Compiler:
         self.types: list[TensorType] | None = None  # of the leaves; None while there is no mesh
         self.held_types: dict[int, Value] = {}  # by the tensor's id
         self.bases: Bases = ()
+        self.written: Sequence[Buffer] = ()  # all of the module's, where it writes to one
         self.measured = Measured({})
         self.doubtful = False  # some rank's arguments fit programs of several sizes
 
@@ -149,14 +152,37 @@ class Compiler:
             for n, axes in zip(type_.shape, type_.spec, strict=True):
                 if axes:
                     context.know(axes, n)
-        bound, bases = self.arguments.bound, self.bases
+        try:
+            return self._traced(context), context
+        except OutsideWriteError as error:
+            if self.written or not self.arguments.buffers:
+                raise TraceError(error.message, help=error.help) from None
+            self.written = self.arguments.buffers
+        return self._trace(mesh)
 
-        def rebuild(inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            leaves = from_bases(inputs, self.tensors, bases)
+    def _traced(self, context: TraceContext) -> Traced:
+        """The trace; buffers that are written to are inputs, which the module holds meanwhile."""
+        bound, bases, given = self.arguments.bound, self.bases, list[Tensor]()
+        inputs = with_bases(self.tensors, bases, self.name)
+
+        def rebuild(traced: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            given[:] = traced[len(inputs) :]
+            leaves = from_bases(traced[: len(inputs)], self.tensors, bases)
             return self.arguments.binder.rebuild(bound.values, leaves)
 
-        inputs = with_bases(self.tensors, bases, self.name)
-        return trace(self.fn, rebuild, inputs, context, self.watched), context
+        def fn(*args: Any, **kwargs: Any) -> Any:
+            for buffer, value in zip(self.written, given, strict=True):
+                buffer.put(value)
+            try:
+                return self.fn(*args, **kwargs)
+            finally:
+                for buffer in self.written:
+                    buffer.put(buffer.value)
+
+        buffers = [buffer.value for buffer in self.written]
+        return trace(
+            fn if buffers else self.fn, rebuild, [*inputs, *buffers], context, self.watched
+        )
 
     def _prober(self, context: TraceContext) -> Callable[[Tensor], TensorType]:
         """A function that tells the type of a traced tensor: it imports what was traced so far."""
@@ -185,6 +211,12 @@ class Compiler:
         for number, base in enumerate(whole):
             type_ = TensorType(dtype_name(base.dtype), tuple(base.shape), varying=mesh.shape.names)
             inputs.append(Value(f"shared{number}", type_))
+        for buffer in self.written:
+            name = re.sub(r"\W", "_", f"self_{buffer.path}")
+            type_ = TensorType(
+                dtype_name(buffer.value.dtype), tuple(buffer.value.shape), varying=mesh.shape.names
+            )
+            inputs.append(self.held_types.get(id(buffer.value)) or Value(name, type_))
         return inputs
 
     def _importer(self, context: TraceContext, mesh: ProgramMesh) -> Importer:
@@ -201,7 +233,7 @@ class Compiler:
         importer = self._importer(context, mesh)
         graph = importer.run(traced, inputs)
         self._check_results(traced, graph)
-        captured, leaves = tuple(importer.captured), self.leaves
+        captured, leaves = (*(b.value for b in self.written), *importer.captured), self.leaves
         return self._planned(graph, traced, mesh, captured, leaves, self.options)
 
     def _planned(

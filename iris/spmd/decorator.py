@@ -24,7 +24,7 @@ from iris.spmd.guards import Access, find_accesses, instance_key, key_of, modes
 from iris.spmd.hits import MOST_HITS, Hit
 from iris.spmd.mesh import AbstractMesh
 from iris.spmd.misses import Misses
-from iris.spmd.modules import decorate_module, held_leaves, is_module
+from iris.spmd.modules import buffers_of, decorate_module, held_leaves, is_module
 from iris.spmd.options import Options
 from iris.spmd.statics import Same
 
@@ -229,7 +229,7 @@ class SpmdFunction:
 
         variants = state.variants.setdefault(self._key(instance, bound, state), [])
         claimed = [leaf for leaf in held if leaf.spec is not None]
-        arguments = Arguments(self._options, binder, bound, claimed)
+        arguments = Arguments(self._options, binder, bound, claimed, buffers_of(instance))
         compiler = Compiler(fn, arguments, watched, variants)
         program = compiler.run()
         if compiler.doubtful and not state.doubtful:

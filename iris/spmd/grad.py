@@ -195,7 +195,7 @@ def differentiate(
 def _check(plain: Program) -> None:
     what = ""
     if plain.graph.writes:
-        what = "writes to an argument"
+        what = "writes to an argument or a buffer"
     elif any(Effect.RANDOM in effects(node) for node in plain.graph.nodes):
         what = "draws random numbers"
     if what:

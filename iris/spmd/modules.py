@@ -1,6 +1,7 @@
 """Torch modules as programs: parameters and buffers are inputs, by reference."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -53,6 +54,33 @@ def held_leaves(module: Any) -> list[Leaf]:
                 where = f"{path}.{name}" if path else name
                 leaves.setdefault(id(tensor), Leaf(where, tensor, claimed(child, name)))
     return list(leaves.values())
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer of a module, which a forward pass may write to."""
+
+    path: str
+    owner: nn.Module
+    name: str
+    value: torch.Tensor
+
+    def put(self, value: torch.Tensor) -> None:
+        """Let the module hold ``value`` in its place."""
+        self.owner._buffers[self.name] = value
+
+
+def buffers_of(module: Any) -> list[Buffer]:
+    """Every buffer of a module once; nothing for any other object."""
+    if not isinstance(module, nn.Module):
+        return []
+    found: dict[int, Buffer] = {}
+    for path, child in module.named_modules():
+        for name, tensor in child._buffers.items():
+            if tensor is not None:
+                where = f"{path}.{name}" if path else name
+                found.setdefault(id(tensor), Buffer(where, child, name, tensor))
+    return list(found.values())
 
 
 def decorate_module(target: Any, wrap: Callable[[Any, str], Any]) -> Any:

@@ -34,6 +34,10 @@ class DTensorFromOutside(Exception):
     """A DTensor among the operands that is no argument of the program."""
 
 
+class WriteOutside(Exception):
+    """A tensor that is no argument of the program is written to."""
+
+
 class _Known(NamedTuple):
     """A tensor seen so far; kept, so that its id is not used again."""
 
@@ -90,6 +94,8 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.aten.lift_fresh.default:  # what it lifts must not be written to
             func = torch.ops.aten.lift_fresh_copy.default
         operands, key = self._described((args, kwargs))
+        if func._schema.is_mutable and operands[0][0].op == "get_attr":
+            raise WriteOutside
         result = self._repeated((func, key))
         if result is None:
             result = func(*args, **kwargs)

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from iris.errors import IrisError, TraceError
 from iris.spmd.context import TraceContext, trace_scope
 from iris.spmd.guards import Access
-from iris.spmd.recording import DTensorFromOutside, Recorder, fake, is_users
+from iris.spmd.recording import DTensorFromOutside, Recorder, WriteOutside, fake, is_users
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,10 @@ class _Escapes(TorchFunctionMode):
         if what is not None and is_traced(args[0]):
             raise _Value(what)
         return func(*args, **(kwargs or {}))
+
+
+class OutsideWriteError(TraceError):
+    """A tensor that is no argument is changed in place."""
 
 
 class _Value(Exception):
@@ -226,15 +230,13 @@ def _explain(name: str) -> Iterator[None]:
             f"{name}: {error.func} makes a shape that depends on values{_error_line(error)}",
             help="use a form with a fixed shape (masks, torch.where), or do this outside",
         ) from None
-    except RuntimeError as error:
-        if "mutating a non-functional tensor" in str(error):
-            raise TraceError(
-                f"{name}: changes in place a tensor that is not an argument{_error_line(error)}",
-                help="pass the tensor as an argument, so that the write is part of the program",
-            ) from None
-        error.add_note(f"while tracing {name}{_error_line(error)}")
-        raise
     except Exception as error:
+        if isinstance(error, WriteOutside) or "mutating a non-functional tensor" in str(error):
+            raise OutsideWriteError(
+                f"{name}: changes in place a tensor that is not an argument{_error_line(error)}",
+                help="pass the tensor as an argument, or make it a buffer of the decorated module, "
+                "so that the write is part of the program",
+            ) from None
         error.add_note(f"while tracing {name}{_error_line(error)}")
         raise
 

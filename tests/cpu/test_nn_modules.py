@@ -11,7 +11,7 @@ from torch import nn
 
 import iris
 from iris import P
-from iris.errors import SpecError
+from iris.errors import SpecError, TraceError
 from iris.spmd.modules import partition
 from iris.testing import assert_close
 
@@ -144,6 +144,65 @@ def test_a_library_module_is_decorated_as_it_is():
         assert_close(before, nn.Sequential.forward(stack, x) * 0 + before)
         assert_close(stack(x), torch.full((4, 1), 0.5))
     assert len(seen) == 2
+
+
+class Remembers(nn.Module):
+    """Keeps rows of its input in a cache, counts calls, and has running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("cache", torch.zeros(8, 4))
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("read", torch.ones(4))
+
+    def forward(self, x, at):
+        self.calls += 1
+        self.cache[at] = x
+        return iris.all_reduce(self.norm(x) * self.read, "tp") + self.cache.sum(0) * self.calls
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("how", ["instance", "class"])
+def test_buffers_are_written_to(mode, how):
+    iris.iris(1 << 20)
+    kind = iris.spmd(type("Remembers", (Remembers,), {})) if how == "class" else Remembers
+    module, plain = kind(), Remembers()
+    module = module if how == "class" else iris.spmd(module)
+    held = {name: value.data_ptr() for name, value in module.named_buffers()}
+    for change in ("none", "none", "load", "eval", "replace"):
+        if change == "load":
+            module.load_state_dict(plain.state_dict())
+        elif change == "eval":
+            module.eval(), plain.eval()
+        elif change == "replace":
+            module.cache, plain.cache = (torch.ones(8, 4) for _ in range(2))
+            held.pop("cache")
+        for seed in range(3):
+            x = torch.randn(2, 4, generator=torch.Generator().manual_seed(seed))
+            with mode():
+                at = torch.tensor([seed, seed + 3])
+                assert_close(module(x, at), Remembers.forward(plain, x, at))
+        for name, value in module.named_buffers():
+            assert_close(value, plain.get_buffer(name))
+            assert held.get(name, value.data_ptr()) == value.data_ptr()
+
+
+def test_writes_to_what_is_no_buffer_are_refused():
+    iris.iris(1 << 20)
+
+    class Grows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2), requires_grad=False)
+            self.register_buffer("seen", torch.zeros(2))
+
+        def forward(self, x):
+            return self.weight.add_(x)
+
+    with pytest.raises(TraceError, match="changes in place a tensor that is not an argument") as e:
+        iris.spmd(Grows())(torch.ones(2))
+    assert type(e.value) is TraceError
 
 
 def test_a_copy_is_another_module():

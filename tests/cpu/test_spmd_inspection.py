@@ -74,7 +74,8 @@ def test_an_in_place_write_to_a_tensor_from_outside():
     assert refusal(f, torch.ones(2)) == (
         "f: changes in place a tensor that is not an argument\n"
         "  at FILE:LINE: outside.add_(x)\n"
-        "help: pass the tensor as an argument, so that the write is part of the program"
+        "help: pass the tensor as an argument, or make it a buffer of the decorated module, "
+        "so that the write is part of the program"
     )
 
 

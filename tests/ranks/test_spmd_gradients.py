@@ -245,7 +245,7 @@ def test_what_has_no_gradient_is_refused(ranks):
             "draws: an argument or parameter requires grad, and the program draws random numbers\n"
             + way_out,
             "writes: an argument or parameter requires grad, and the program "
-            "writes to an argument\n" + way_out,
+            "writes to an argument or a buffer\n" + way_out,
             "all_reduce by max has no gradient\nhelp: reduce by sum or avg",
             "all_to_all of uneven pieces has no gradient\nhelp: pad both dims to divide",
             "functional: _c10d_functional.all_reduce.default has no gradient in a program\n"
