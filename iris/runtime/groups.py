@@ -232,26 +232,27 @@ class Group:
 
     def _wait(self, index: int, parity: int, word: int, what: str) -> bool:
         """Wait for one member to publish this epoch. Return whether its tag is the same."""
-        spins = 0
-        started = checked = time.monotonic()
-        while True:
+        for _ in range(_SPINS):
             seen = self._seen(index, parity)
             if (seen ^ word) & _LOW == 0:
-                if spins >= _SPINS:
-                    self.board.waiting = ""
                 return seen == word
-            spins += 1
-            if spins < _SPINS:
-                os.sched_yield()
-                continue
+            os.sched_yield()
+        epochs = f"epoch expected {word & _LOW}, seen {self._reached(index)}"
+        self.board.waiting = f"waits in {what}, for rank {self.ranks[index]} ({epochs})"
+        try:
+            return self._wait_long(index, parity, word, what)
+        finally:
+            self.board.waiting = ""
+
+    def _wait_long(self, index: int, parity: int, word: int, what: str) -> bool:
+        started = checked = time.monotonic()
+        while ((seen := self._seen(index, parity)) ^ word) & _LOW:
             now = time.monotonic()
-            if spins == _SPINS:
-                epochs = f"epoch expected {word & _LOW}, seen {self._reached(index)}"
-                self.board.waiting = f"waits in {what}, for rank {self.ranks[index]} ({epochs})"
             time.sleep(min(1e-3, 5e-5 + (now - started) / 100))
             if now - checked > _CHECK_SECONDS:
                 checked = now
                 self._check(parity, word, what, now - started)
+        return seen == word
 
     def _seen(self, index: int, parity: int) -> int:
         slot = self._slots[index]
@@ -292,7 +293,6 @@ class Group:
         """Take back that this rank has come, so that nobody goes on without it."""
         self._slot.words[parity] = 0
         self.board.give_up(text)
-        self.board.waiting = ""
         return TimeoutError(text, help)
 
     def _reached(self, index: int) -> int:
