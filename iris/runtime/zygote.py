@@ -27,7 +27,8 @@ from iris.errors import LaunchError
 
 _PR_SET_PDEATHSIG = 1
 _FORK, _REAP = b"fork", b"reap"
-_REPLY = struct.Struct("<qq")  # value, errno
+_REQUEST = struct.Struct("<4sqq")  # verb, number of the request, process id
+_REPLY = struct.Struct("<qqq")  # number of the request, value, errno
 _RUNNING = -1
 # What programs need and `import iris` leaves out: slow to import, so done once, before the forks.
 _PRELOADED = ("iris.spmd.program", "iris.spmd.stages", "torch.distributed.tensor")
@@ -42,6 +43,7 @@ class Zygote:
     def __init__(self, control: socket.socket, process: "subprocess.Popen[bytes]") -> None:
         self._control = control
         self._lock = threading.Lock()
+        self._asked = 0
         self._finalizer = weakref.finalize(self, _hang_up, control, process)
 
     @classmethod
@@ -76,9 +78,13 @@ class Zygote:
 
     def _ask(self, verb: bytes, pid: int, descriptors: list[int]) -> int:
         with self._lock:
+            self._asked += 1
             try:
-                socket.send_fds(self._control, [verb + struct.pack("<q", pid)], descriptors)
+                request = _REQUEST.pack(verb, self._asked, pid)
+                socket.send_fds(self._control, [request], descriptors)
                 reply = self._control.recv(_REPLY.size)
+                while reply and _REPLY.unpack(reply)[0] != self._asked:
+                    reply = self._control.recv(_REPLY.size)  # that was for a call that Ctrl-C ended
             except OSError:
                 reply = b""
         if not reply:
@@ -86,7 +92,7 @@ class Zygote:
                 "the process that forks ranks has ended",
                 help="its messages are on stderr; does `python -c 'import torch, iris'` work?",
             )
-        value, error = _REPLY.unpack(reply)
+        _, value, error = _REPLY.unpack(reply)
         if error:
             raise LaunchError(f"cannot {verb.decode()} a rank process: {os.strerror(error)}")
         return int(value)
@@ -131,10 +137,10 @@ def serve(fd: int) -> None:
         message, descriptors, _, _ = socket.recv_fds(control, 64, 8)
         if not message:
             os._exit(0)
-        if message[:4] == _REAP:
-            (child,) = struct.unpack("<q", message[4:])
+        verb, number, child = _REQUEST.unpack(message)
+        if verb == _REAP:
             found, status = os.waitpid(child, os.WNOHANG)
-            control.send(_REPLY.pack(status if found else _RUNNING, 0))
+            control.send(_REPLY.pack(number, status if found else _RUNNING, 0))
             continue
         try:
             pid = os.fork()
@@ -149,4 +155,4 @@ def serve(fd: int) -> None:
             worker.main(Connection(channel), stacks)
         for descriptor in descriptors:
             os.close(descriptor)
-        control.send(_REPLY.pack(max(pid, 0), max(-pid, 0)))
+        control.send(_REPLY.pack(number, max(pid, 0), max(-pid, 0)))
