@@ -14,7 +14,7 @@ _LIBRARY = sysconfig.get_path("stdlib") + "/"
 
 
 @cache
-def _users(path: str) -> bool:
+def is_users(path: str) -> bool:
     """Whether code of this file is the user's: not iris, torch, triton or Python's library."""
     if path.startswith(("<", _PACKAGE, _TORCH)) or "/triton/" in path:
         return False
@@ -24,6 +24,6 @@ def _users(path: str) -> bool:
 def user_line(frame: FrameType | None = None) -> str:
     """Return ``file.py:line`` of the innermost frame that is the user's, from ``frame`` on."""
     frame = frame or sys._getframe(1)
-    while frame.f_back is not None and not _users(frame.f_code.co_filename):
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

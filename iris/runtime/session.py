@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from iris.errors import IrisError, LaunchError, PeerError
+from iris.runtime.groups import names
 from iris.runtime.pool import Environment, RankPool, _cause, _error
 from iris.runtime.transport import dumps
 from iris.runtime.worker import Failure
@@ -81,6 +82,7 @@ class Session(RankPool):
         self._shown: list[_Output] = []
         self._lost = ""
         self._stop_by: float | None = None
+        self._interrupted = False
 
     def call(self, name: str, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Run ``fn(*args)`` on every rank and return the results in rank order.
@@ -90,23 +92,25 @@ class Session(RankPool):
         """
         __tracebackhide__ = True  # a notebook shows the user's frames only
         message = dumps((dumps((fn, args, {})), ()))
-        self._stop_by = None
+        self._stop_by, self._interrupted = None, False
         try:
             self._start()
             for rank in self._ranks:
                 rank.send(message)
             results, failures = self._collect(None, None)
-        except BaseException:
+        except BaseException as error:
             self._discard()
+            self._lost = self._lost or f"the mesh lost its ranks: {type(error).__name__} in a call"
             raise
         finally:
             for output in self._shown:
                 output.finish()
         if not failures:
             return [pickle.loads(results[rank].value) for rank in range(self.nprocs)]
+        self._stop_by = None
         self._recover(failures)
         self._note_deaths(failures)
-        if self._stop_by is not None:
+        if self._interrupted:
             raise KeyboardInterrupt
         cause = _cause(failures)
         if isinstance(cause, IrisError) and _alike(failures, self.nprocs):
@@ -131,6 +135,7 @@ class Session(RankPool):
             self._lost = f"the mesh lost its ranks: {'; '.join(dead) or 'they did not recover'}"
 
     def _start(self) -> None:
+        __tracebackhide__ = True
         if self._lost:
             raise PeerError(
                 self._lost, help="mesh.restart() starts new ones; what they kept is lost"
@@ -146,6 +151,7 @@ class Session(RankPool):
         return out.writer, err.writer
 
     def _wait(self, channels: Sequence[Connection], seconds: float | None) -> Sequence[object]:
+        """As in the pool, but ranks whose time is over are stopped as by Ctrl-C, to live on."""
         end = None if seconds is None else time.monotonic() + seconds
         while True:
             try:
@@ -156,23 +162,25 @@ class Session(RankPool):
                     if output.reader in ready:
                         output.relay()
             except KeyboardInterrupt:
-                self._interrupt(channels)
+                self._stop(channels, at_once=self._interrupted)
+                self._interrupted = True
                 continue
             answered = [channel for channel in channels if channel in ready]
-            if answered or (end is not None and time.monotonic() >= end):
+            if answered:
                 return answered
             if self._stop_by is not None and time.monotonic() >= self._stop_by:
-                self._signal(channels, signal.SIGKILL)
+                self._stop(channels, at_once=True)
+            elif self._stop_by is None and end is not None and time.monotonic() >= end:
+                self._stop(channels, at_once=False)
 
     def _left(self, end: float | None) -> float | None:
-        ends = [moment for moment in (end, self._stop_by) if moment is not None]
-        return max(0.01, min(ends) - time.monotonic()) if ends else None
+        end = end if self._stop_by is None else self._stop_by
+        return None if end is None else max(0.01, end - time.monotonic())
 
-    def _interrupt(self, channels: Sequence[Connection]) -> None:
-        """Stop the ranks that still run; the second time, end them."""
-        again = self._stop_by is not None
+    def _stop(self, channels: Sequence[Connection], at_once: bool) -> None:
+        """Interrupt the ranks that still run, or end them."""
         self._stop_by = time.monotonic() + _STOP_SECONDS
-        self._signal(channels, signal.SIGKILL if again else signal.SIGINT)
+        self._signal(channels, signal.SIGKILL if at_once else signal.SIGINT)
 
     def _signal(self, channels: Sequence[Connection], number: signal.Signals) -> None:
         for rank in self._ranks:
@@ -194,10 +202,14 @@ def _alike(failures: Sequence[tuple[int, Failure]], nprocs: int) -> bool:
 
 
 def _report(name: str, failures: Sequence[tuple[int, Failure]], nprocs: int) -> LaunchError:
-    """The failures, and in one line the ranks that failed only because they waited for those."""
-    waited = sorted(rank for rank, failure in failures if failure.by_peer)
-    if not 0 < len(waited) < len(failures):
+    """The failures, and in one line each the ranks that only waited for those or were stopped."""
+    own = [each for each in failures if not each[1].by_peer]
+    if not own:
         return _error(name, failures, nprocs)
-    text = _error(name, [each for each in failures if not each[1].by_peer], nprocs)
-    noun = "rank" if len(waited) == 1 else "ranks"
-    return LaunchError(f"{text}\n--- {noun} {', '.join(map(str, waited))} waited for them")
+    text = str(_error(name, own, nprocs))
+    others = {True: "were stopped", False: "waited for them"}
+    for stopped, what in others.items():
+        ranks = [n for n, each in failures if each.by_peer and each.stopped == stopped]
+        if ranks:
+            text += f"\n--- {names(sorted(ranks))} {what}"
+    return LaunchError(text)

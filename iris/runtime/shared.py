@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from iris.errors import HeapExhaustedError
+from iris.errors import HeapExhaustedError, UnsupportedError
 from iris.runtime.arena import Shelf
 from iris.runtime.segments import Address, Segment
 from iris.runtime.transport import Pickler
@@ -115,6 +115,12 @@ class SharedArena(SharedMemory):
 
     def share(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` if it is on the segment as it is, else a contiguous copy there."""
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            kind = tensor.device if tensor.is_meta else tensor.layout
+            raise UnsupportedError(
+                f"a {kind} tensor of shape {tuple(tensor.shape)} cannot go to ranks",
+                help="pass a dense tensor with values",
+            )
         plain = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
         if plain and self.find(tensor) is not None:
             return tensor

@@ -44,7 +44,7 @@ class Failure:
     """How a rank failed.
 
     ``by_peer``: only because another did. ``reported``: the rank said so itself and goes on.
-    ``cause``: the pickled exception.
+    ``cause``: the pickled exception. ``stopped``: by Ctrl-C, the caller's or a session's.
     """
 
     headline: str
@@ -52,6 +52,7 @@ class Failure:
     by_peer: bool = False
     reported: bool = False
     cause: bytes | None = None
+    stopped: bool = False
 
 
 def adopt(descriptors: list[int]) -> tuple[int, int]:

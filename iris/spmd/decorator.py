@@ -113,6 +113,7 @@ class SpmdFunction:
         return self._trace(None, args, kwargs).lower().explain()
 
     def _call(self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        __tracebackhide__ = True
         compiling = set_eval_frame(None)  # a torch.compile around the call is not meant
         try:
             return self._run_or_nest(instance, args, kwargs)
@@ -120,11 +121,11 @@ class SpmdFunction:
             set_eval_frame(compiling)
 
     def _run_or_nest(self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        __tracebackhide__ = True
         outer = tracing()
         if outer is not None:
             return self._nested(outer, instance, args, kwargs)
         if isinstance(self._options.mesh, Controller):
-            __tracebackhide__ = True
             return self._options.mesh.call_program(self, instance, args, kwargs)
         binder, state = self._bindings(instance)
         bound = binder.bind(args, kwargs)
@@ -292,6 +293,7 @@ class SpmdMethod:
         return SpmdMethod(self._function, copy.deepcopy(self._instance, memo))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         return self._function._call(self._instance, args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> "Traced":

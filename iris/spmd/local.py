@@ -2,22 +2,21 @@
 
 import itertools
 import math
-import os
+import pickle
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor
 
-from iris import config
-from iris.errors import IrisError, SpecError, UnsupportedError
+from iris.errors import IrisError, LaunchError, SpecError, UnsupportedError
 from iris.graph.types import Mesh, TensorType
 from iris.lower.dtypes import dtype_name
 from iris.runtime.pool import Environment
@@ -31,15 +30,13 @@ from iris.spmd.arguments import Arguments
 from iris.spmd.binding import Bound, alias_key, overlaps
 from iris.spmd.control import Controller
 from iris.spmd.decorator import CACHED_PROGRAMS, SpmdFunction
-from iris.spmd.guards import instance_key, key_of
-from iris.spmd.local_checks import check_claims, check_equal, check_grad
+from iris.spmd.local_checks import check_claims, check_constants, check_equal, check_grad
 from iris.spmd.local_rank import Binding, Definition, Hole, Meta, Request, Returned
 from iris.spmd.mesh import AbstractMesh, ProgramMesh
 from iris.spmd.program import Program
 from iris.spmd.specs import Leaf, axes_in, match
 from iris.spmd.stages import Signature, Traced
-
-_KNOBS = tuple(knob.name for knob in config.knobs())
+from iris.spmd.surroundings import Settings, version_of
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ class LocalMesh(Controller):
         self._numbers = itertools.count()
         self._entries: dict[tuple[int, int], _Entry] = {}
         self._forget: list[int] = []
-        self._settings: local_rank.Settings | None = None
+        self._settings: Settings | None = None
         self._timeline: Timeline | None = None
         self._closed = False
 
@@ -130,14 +127,16 @@ class LocalMesh(Controller):
         __tracebackhide__ = True
         name = getattr(fn, "__name__", type(fn).__name__)
         with self._lock:
-            call, _kept = self._arena.dumps((fn, args, kwargs))
-            return self._call(name, local_rank.run_plain, self._changed_settings(), call)
+            call, _kept = self._dumps(name, (fn, args, kwargs))
+            told = self._changed_settings()
+            return list(map(pickle.loads, self._call(name, local_rank.run_plain, name, told, call)))
 
     def share(self, value: Any) -> Any:
         """Return ``value`` with its tensors in memory that the ranks see: later calls copy nothing.
 
         For weights, which are passed again and again. Takes any tree of tensors.
         """
+        self._check_open()
         with self._lock:
             put = self._arena.share
             return pytree.tree_map_only(Tensor, lambda tensor: put(tensor.detach()), value)
@@ -175,6 +174,7 @@ class LocalMesh(Controller):
     def close(self) -> None:
         """End the ranks. Tensors that the mesh returned stay valid."""
         self._closed = True
+        self._entries.clear()
         self._session.close()
 
     def __enter__(self) -> "LocalMesh":
@@ -244,11 +244,24 @@ class LocalMesh(Controller):
         __tracebackhide__ = True  # a notebook shows the user's frames only
         self._check_open()
         start = time.perf_counter_ns()
-        answers = self._session.call(name, fn, *args)
+        try:
+            answers = self._session.call(name, fn, *args)
+        except BaseException:
+            self._settings = None  # perhaps not all ranks have heard
+            raise
         if self._timeline is not None:
             event = Event(CALLER, f"call {name}", start, time.perf_counter_ns(), kind="call")
             self._timeline.events.append(event)
         return answers
+
+    def _dumps(self, name: str, value: object) -> tuple[bytes, list[Tensor]]:
+        try:
+            return self._arena.dumps(value)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise UnsupportedError(
+                f"{name}: it, or what it reads from outside, does not travel to ranks: {error}",
+                help="make such an object on the ranks, inside the function",
+            ) from error
 
     def _check_open(self) -> None:
         if self._closed:
@@ -256,13 +269,13 @@ class LocalMesh(Controller):
 
     def _enter(self) -> None:
         address = self._arena.segment.address
-        welcome = local_rank.Welcome(self.shape, self.names, self._heap_size, address)
+        settings = Settings.now()
+        welcome = local_rank.Welcome(self.shape, self.names, self._heap_size, address, settings)
         self._call("local_mesh", local_rank.enter, welcome)
 
-    def _changed_settings(self) -> local_rank.Settings | None:
+    def _changed_settings(self) -> Settings | None:
         """What programs depend on in this process, where the ranks have not heard of it."""
-        knobs = tuple((name, os.environ.get(name)) for name in _KNOBS)
-        now = local_rank.Settings(torch.get_default_dtype(), knobs)
+        now = Settings.now()
         if now == self._settings:
             return None
         self._settings = now
@@ -289,7 +302,7 @@ class LocalMesh(Controller):
     def _entry(self, function: SpmdFunction, instance: Any) -> _Entry:
         """What the ranks have of a function; a new one where it, or what it reads, has changed."""
         key = id(function), id(instance)
-        entry, version = self._entries.get(key), _version(function, instance)
+        entry, version = self._entries.get(key), version_of(function, instance)
         if entry is not None and entry.version == version:
             return entry
         if entry is None:
@@ -298,7 +311,7 @@ class LocalMesh(Controller):
         else:
             self._drop(key)
         function._find_accesses(instance, function._bindings(instance)[1])
-        entry = _Entry(next(self._numbers), _version(function, instance))
+        entry = _Entry(next(self._numbers), version_of(function, instance))
         self._entries[key] = entry
         return entry
 
@@ -351,7 +364,7 @@ class LocalMesh(Controller):
         if not entry.sent:
             parts = function._fn, function._options, function._static, instance
             whole = Definition(signature.binding.mesh, *parts)
-            definition, entry.kept = self._arena.dumps(whole)
+            definition, entry.kept = self._dumps(function._options.name, whole)
         if not signature.sent:
             binding = dumps(signature.binding)
         forget, self._forget = tuple(self._forget), []
@@ -376,6 +389,7 @@ class LocalMesh(Controller):
         """Check what the ranks returned against the out-specs, and find the global types."""
         options, first, mesh = function._options, answers[0], signature.binding.mesh
         rows = [pytree.tree_leaves(answer.value) for answer in answers]
+        check_constants(options.name, rows)
         tree = pytree.tree_structure(first.value)
         numbered = pytree.tree_unflatten(list(range(len(rows[0]))), tree)
         leaves = [
@@ -416,23 +430,34 @@ def local_mesh(
     >>> total(torch.ones(8, 2))
     tensor([8., 8.])
     """
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    axes = (names,) if isinstance(names, str) else None if names is None else tuple(names)
-    if any(n < 1 for n in sizes) or not sizes:
+    sizes = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+    several = isinstance(names, Sequence) and not isinstance(names, str)
+    axes: Any = names and (tuple(names) if several else (names,))
+    if not sizes or not all(type(n) is int and n >= 1 for n in sizes):
         raise SpecError(
             f"local_mesh: shape {shape!r} has no ranks", help="every axis has at least 1"
         )
     wanted = 1 if axes is None else len(axes)
-    if len(sizes) != wanted or len(set(axes or ())) != len(axes or ()):
+    named = all(isinstance(name, str) for name in axes or ())
+    if len(sizes) != wanted or len(set(axes or ())) != len(axes or ()) or not named:
         raise SpecError(
             f"local_mesh: shape {sizes} needs {len(sizes)} different names, got {axes or ()}",
             help='write iris.local_mesh((2, 2), ("dp", "tp"))',
         )
     session = Session(math.prod(sizes), env)
     mesh = LocalMesh(sizes, axes, session, SharedArena.create(), heap_size)
-    mesh._enter()
-    weakref.finalize(mesh, session.close)
+    try:
+        mesh._enter()
+    except BaseException:
+        session.restart()
+        raise
+    weakref.finalize(mesh, _end, session)
     return mesh
+
+
+def _end(session: Session) -> None:
+    with suppress(LaunchError):  # at exit, what forks and reaps ranks may be gone already
+        session.close()
 
 
 def _refuse(program: Program) -> None:
@@ -462,19 +487,3 @@ def _write_back(name: str, results: _Results, bound: Bound, inputs: Sequence[Ten
     for index in results.written:
         if inputs[index].data_ptr() != bound.tensors[index].data_ptr():
             bound.tensors[index].detach().copy_(inputs[index])
-
-
-def _version(function: SpmdFunction, instance: Any) -> object:
-    """Equal while a function, and what it reads from outside, is what it was."""
-    _, state = function._bindings(instance)
-    outside = [(key_of(access), _stamps(access.get())) for access in state.accesses.values()]
-    return tuple(outside), instance_key(instance), _stamps(instance)
-
-
-def _stamps(value: Any) -> tuple[int, ...]:
-    """Counts of in-place writes to the tensors of ``value``."""
-    if isinstance(value, nn.Module):
-        return tuple(t._version for t in (*value.parameters(), *value.buffers()))
-    if isinstance(value, Tensor | list | tuple | dict):
-        return tuple(t._version for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
-    return ()

@@ -55,6 +55,20 @@ def check_equal(
     )
 
 
+def check_constants(name: str, rows: Sequence[Sequence[Any]]) -> None:
+    """What is returned beside tensors is the same on all ranks."""
+    lines = [
+        f"{[row[number] for row in rows]} on ranks 0 to {len(rows) - 1}"
+        for number, leaf in enumerate(rows[0])
+        if isinstance(leaf, int | float | str) and any(row[number] != leaf for row in rows)
+    ]
+    if lines:
+        raise TypeRuleError(
+            f"{name}: a result is no tensor, and differs between ranks\n  " + "\n  ".join(lines),
+            help="return it as a tensor with a spec, or ask by mesh.run",
+        )
+
+
 def _title(number: int, results: int, written: Sequence[int]) -> str:
     if number >= results:
         return f"argument {written[number - results]}"

@@ -9,7 +9,6 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +16,14 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from iris.errors import IrisError, PeerError
+from iris.errors import IrisError, PeerError, UnsupportedError
 from iris.graph.types import Mesh, TensorType, chunk_sizes
 from iris.runtime import context
+from iris.runtime.callsite import is_users
 from iris.runtime.segments import Address
 from iris.runtime.shared import SharedMemory
 from iris.runtime.timeline import Timeline
+from iris.runtime.transport import dumps
 from iris.runtime.worker import Failure
 from iris.spmd.decorator import SpmdFunction
 from iris.spmd.mesh import mesh as make_mesh
@@ -30,9 +31,9 @@ from iris.spmd.modules import held_leaves
 from iris.spmd.options import Options
 from iris.spmd.profiling import Profiler
 from iris.spmd.program import Program, prepare
+from iris.spmd.surroundings import Settings
 
 _STORE = 0x10CA1  # tag of the barrier between writing results and comparing them
-_LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
 _BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -44,14 +45,7 @@ class Welcome:
     names: tuple[str, ...] | None
     heap_size: int
     memory: Address
-
-
-@dataclass(frozen=True)
-class Settings:
-    """State of the caller's process that a program depends on."""
-
-    dtype: torch.dtype
-    knobs: tuple[tuple[str, str | None], ...]
+    settings: Settings
 
 
 @dataclass(frozen=True)
@@ -194,6 +188,7 @@ class _Host:
 
     memory: SharedMemory | None = None
     mesh: DeviceMesh | None = None
+    pinned: frozenset[str] = frozenset()  # knobs that the mesh's ``env`` sets
     running: bool = False
     profiler: Profiler | None = None
     definitions: dict[int, Definition] = field(default_factory=dict)
@@ -245,13 +240,22 @@ def _failure(error: BaseException) -> Failure:
     found = context.current_or_none()
     if found is not None:
         found.fail(headline)
+    stopped = isinstance(error, KeyboardInterrupt)
+    by_peer = stopped or isinstance(error, PeerError)
+    return Failure(headline, _frames(error), by_peer, True, _pickled(error), stopped)
+
+
+def _frames(error: BaseException) -> str:
+    """The user's frames of an error and of what it was raised from; all, where none is theirs."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<string>"))]
-    notes = "\n".join(getattr(error, "__notes__", ()))
-    if not own and not isinstance(error, IrisError):
-        own = list(frames)
-    text = "".join(traceback.format_list(own)) + notes
-    return Failure(headline, text, isinstance(error, PeerError), True, _pickled(error))
+    own = [frame for frame in frames if is_users(frame.filename)]
+    ours = isinstance(error, IrisError)
+    text = "".join(traceback.format_list(own if own or ours else frames))
+    text += "\n".join(getattr(error, "__notes__", ()))
+    if error.__cause__ is None or ours:
+        return text
+    cause = error.__cause__
+    return f"{text.rstrip()}\nraised from {context.describe(cause)}\n{_frames(cause)}"
 
 
 def _pickled(error: BaseException) -> bytes | None:
@@ -268,24 +272,33 @@ def enter(welcome: Welcome) -> None:
     """Join the world of a mesh."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    host = _host()
+    knobs = welcome.settings.knobs
+    host.pinned = frozenset(name for name, value in knobs if os.environ.get(name) != value)
     context.iris(welcome.heap_size)
     signal.signal(signal.SIGINT, _interrupt)
-    host = _host()
     host.memory = SharedMemory.open(welcome.memory)
     if welcome.names is not None:
         host.mesh = make_mesh(welcome.shape, welcome.names)
 
 
 @_task
-def run_plain(settings: Settings | None, call: bytes) -> Any:
-    """Run a plain function."""
+def run_plain(name: str, settings: Settings | None, call: bytes) -> bytes:
+    """Run a plain function, and pickle its result."""
     _apply(settings)
     memory, device = _host().memory, context.current().device
     assert memory is not None
     fn, args, kwargs = memory.loads(
         call, lambda tensor, on_gpu: tensor.to(device if on_gpu else "cpu", copy=True)
     )
-    return fn(*args, **kwargs)
+    result = fn(*args, **kwargs)
+    try:
+        return dumps(result)
+    except Exception as error:
+        raise UnsupportedError(
+            f"{name}: its result does not travel to the caller: {error}",
+            help="return tensors, numbers, text, or containers of them",
+        ) from error
 
 
 @_task
@@ -353,13 +366,8 @@ def recorded() -> Timeline:
 
 
 def _apply(settings: Settings | None) -> None:
-    if settings is None:
-        return
-    torch.set_default_dtype(settings.dtype)
-    for name, value in settings.knobs:
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
+    if settings is not None:
+        settings.apply(_host().pinned)
 
 
 def _signature(request: Request) -> _Signature:
