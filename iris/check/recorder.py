@@ -60,7 +60,8 @@ _ADD, _PUT, _ORDERED = (
 class Recorder:
     """The log of this rank. ``slabs[rank]`` is where that rank's heap is mapped here, and its end.
 
-    ``slot`` is the task that runs. Accesses to ``hidden`` bytes of any heap are left out.
+    ``slot`` is the task that runs. Accesses to ``hidden`` bytes of any heap are left out, and those
+    to ``elsewhere``, addresses of memory that a thread of the host orders.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Recorder:
         self._ends = np.array([slabs[rank][1] for rank in self._order], np.int64)
         self._tickets = tickets
         self._hidden = hidden
+        self.elsewhere = (0, 0)
         self._entries: list[Entry] = []
         self._launches = 0
 
@@ -102,6 +104,8 @@ class Recorder:
 
     def touch_ranges(self, kind: str, starts: np.ndarray, stops: np.ndarray) -> None:
         """Note an access to bytes ``starts[i] .. stops[i]``."""
+        noted = (starts < self.elsewhere[0]) | (starts >= self.elsewhere[1])
+        starts, stops = starts[noted], stops[noted]
         places = np.searchsorted(self._bases, starts, side="right") - 1
         places[(places >= 0) & (starts >= self._ends[places])] = LOCAL
         where = _line()

@@ -14,6 +14,7 @@ from iris.runtime.heap import STRAY_STORE, Heap, slab_bytes
 if TYPE_CHECKING:
     from iris.check.races import RaceCheck
     from iris.device.watch import Watch
+    from iris.runtime.copy_proxy import Engine
 
 _SHOWN = 4
 
@@ -27,7 +28,7 @@ class Checks:
         self._heap = heap
 
     @classmethod
-    def create(cls, world: Group, heap: Heap, watch: "Watch") -> "Checks":
+    def create(cls, world: Group, heap: Heap, watch: "Watch", engine: "Engine | None") -> "Checks":
         """Collective over the world."""
         if heap.device.type != "cpu":
             return cls(world, heap, None)
@@ -39,6 +40,8 @@ class Checks:
         slabs = [(base, base + slab_bytes(heap.capacity)) for base in heap.bases]
         races = RaceCheck.create(world, slabs, counter.peers[0], watch.hidden, heap.holder)
         races.keep = counter
+        if engine is not None:
+            races.recorder.elsewhere = engine.memory
         return cls(world, heap, races)
 
     def start(self) -> None:

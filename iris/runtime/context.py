@@ -176,7 +176,7 @@ class Iris(Creation, CopyEngine, Recovery, RankLogging):
         if engines:
             self._engine = Engine(self)
         if config.check():
-            self.checks = Checks.create(world, heap, self.watch)
+            self.checks = Checks.create(world, heap, self.watch, self._engine)
             self.checks.start()
         self._become_current()
         if self.cur_rank == 0 and 0 < gpus < self.num_ranks:

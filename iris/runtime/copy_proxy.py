@@ -57,6 +57,7 @@ class Engine:
         self._read, self._done, self._tickets = words[:-4].view(3, world)
         self._done_at = [word.data_ptr() for word in self._done]
         host = torch.zeros(world * (slots * WORDS + 2), dtype=torch.int64, pin_memory=on_gpu)
+        self.memory = host.data_ptr(), host.data_ptr() + host.nbytes  # the host's part of queues
         self._rings = host[2 * world :].view(world, slots, WORDS)
         self._bells, self._taken = host[: 2 * world].view(world, 2).unbind(1)
         self._ring_words, self._bell_words = self._rings.numpy(), self._bells.numpy()

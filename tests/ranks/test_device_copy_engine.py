@@ -75,7 +75,7 @@ def telling(ctx):
         raise
 
 
-def random_puts(count, longest, grid, queue=None, ticket=None, rounds=3, load=True):
+def random_puts(count, longest, grid, queue=None, ticket=None, rounds=3, load=True, look=False):
     """``count`` puts from every rank, ``grid`` programs a launch, each compared exactly.
 
     Without ``load`` the second kernel is loaded while programs of the first may wait for room.
@@ -83,6 +83,8 @@ def random_puts(count, longest, grid, queue=None, ticket=None, rounds=3, load=Tr
     with pytest.MonkeyPatch.context() as patch:
         if queue is not None:
             patch.setenv("IRIS_COPY_QUEUE", str(queue))
+        if look:
+            patch.setenv("IRIS_CHECK", "1")
         ctx = iris.iris(1 << 25 if ON_GPU else 1 << 22, engines=("sdma",))
     rank, world = ctx.cur_rank, ctx.num_ranks
     engine, bases = ctx.get_copy_engine_ctx(), ctx.get_heap_bases()
@@ -126,6 +128,10 @@ def test_random_puts_of_one_program_after_the_other(ranks):
 
 def test_a_queue_that_wraps_and_is_full(ranks):
     ranks(3).run(random_puts, 8, 16, 8, queue=2)
+
+
+def test_programs_that_share_a_queue_are_no_race(ranks):
+    ranks(2).run(random_puts, 8, 16, 8, queue=2, look=True)
 
 
 @pytest.mark.parametrize("ticket", [2**31 - 9, 2**32 - 9], ids=str)
