@@ -116,8 +116,10 @@ class Engine:
         """End the thread, by default after all that was asked for."""
         if self._thread.is_alive() and not abandon:
             self._synchronize()
-            with suppress(IrisError):  # the thread's own error was raised where it mattered
+            with suppress(IrisError):
                 self.settle()
+            if self.error is not None:
+                self._ctx.warning(f"closed before all copies were done: {self.error.message}")
         self._end()
         if not abandon:
             self.lanes.close()

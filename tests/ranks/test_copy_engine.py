@@ -226,6 +226,15 @@ def test_a_wait_is_bounded(monkeypatch):
     wait_for_nobody()
 
 
+def test_a_close_tells_what_was_not_done(monkeypatch, caplog):
+    monkeypatch.setenv("IRIS_TIMEOUT", "0.2")
+    with created() as ctx:
+        flag = ctx.zeros(1, dtype=torch.int32)
+        ctx.put(ctx.ones(4), 0, wait_flag=flag, wait_value=3, async_op=True)
+    told = "closed before all copies were done: put of rank 0 to rank 0: waited 0.2 s for its flag"
+    assert told in caplog.text
+
+
 def goes_on():
     """After a reset lanes are empty, and work."""
     with pytest.MonkeyPatch.context() as patch:
