@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from iris.errors import CollectiveMismatchError, SpecError, TraceError
-from iris.graph.nodes import Graph
+from iris.graph.nodes import Graph, Ref
 from iris.graph.ops import get_op
 from iris.graph.types import TensorType
 from iris.runtime.context import current
@@ -36,7 +36,8 @@ def shared_text(graph: Graph, alike: bool = True) -> str:
         f"{node.op}({', '.join(f'{k}={v}' for k, v in node.attrs)})  # {node.loc}"
         for node in effects
     ]
-    return "\n".join([*lines, f"return {len(graph.outputs)} values"])
+    returned = sum(isinstance(arg, Ref) for arg in graph.outputs)
+    return "\n".join([*lines, f"return {returned} values"])
 
 
 def title(name: str, graph: Graph, paths: Sequence[str], types: Sequence[TensorType]) -> str:

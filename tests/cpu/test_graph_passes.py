@@ -69,8 +69,13 @@ def test_each_pass_is_seen() -> None:
             "%2: f32[4, 6] = neg(%1)\nreturn %2",
             "%2: f32[4, 6] = neg(%x)\nreturn %2",
         ),
-        # what the caller gets keeps its own name
+        (
+            "%0: f32[4, 6] = neg(%x)\n%1: f32[4, 6] = slice.Tensor(%0, 0, 0, 4)\nreturn %1",
+            "%0: f32[4, 6] = neg(%x)\nreturn %0",
+        ),
+        # what the caller gets is neither an argument nor one value twice
         *[("%0: f32[4, 6] = view(%x, (4, 6))\nreturn %0",) * 2],
+        *[("%0: f32[4, 6] = neg(%x)\n%1: f32[4, 6] = view(%0, (4, 6))\nreturn %0, %1",) * 2],
         # copies
         (
             "%0: f32[4, 6] = neg(%x)\n%1: f32[4, 6] = _to_copy(%0, dtype=:f32)\n"

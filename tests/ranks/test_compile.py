@@ -134,6 +134,33 @@ def test_gradients(ranks):
     ranks(2).run(run)
 
 
+def test_shards_that_are_slices_of_a_batch(ranks):
+    """Only the first rank's begins where its memory does; sizes change."""
+
+    def run():
+        ctx = iris.iris(1 << 22)
+        forget()
+        torch.manual_seed(0)
+        whole, rows = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(24, 8)), Shard(0)
+        styles = {"0": SequenceParallel(sequence_dim=0), "1": COLUMNS(input_layouts=rows)}
+        styles["2"] = ROWS(output_layouts=rows)
+        mesh = iris.mesh((ctx.num_ranks,), ("tp",))
+        model = parallelize_module(copy.deepcopy(whole), mesh, styles)
+        compiled = torch.compile(model, backend="iris")
+        for size in (4, 6, 4, 10):
+            x = torch.randn(size, 8).chunk(ctx.num_ranks)[ctx.cur_rank]
+            compiled(x).square().sum().backward()
+            whole(x).square().sum().backward()
+        for mine, other in zip(model.parameters(), whole.parameters(), strict=True):
+            total = iris.all_reduce(other.grad)
+            torch.testing.assert_close(mine.grad.full_tensor(), total, rtol=1e-4, atol=1e-4)
+        summary = iris.explain(compiled)
+        assert not summary.alone, summary
+        return {(row.fused, row.total) for row in summary.fused}
+
+    assert ranks(2).run(run) == [{(1, 1)}] * 2
+
+
 def test_many_sizes_need_few_programs(ranks):
     def run():
         iris.iris(1 << 22)

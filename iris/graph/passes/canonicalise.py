@@ -93,11 +93,24 @@ class _Folding:
 
     def _is_identity(self, node: Node, kind: str) -> bool:
         """Whether ``node`` gives back its operand, and nobody could tell the two apart."""
-        if kind in RESHAPES | PERMUTES | RENAMES | {"slice"} and node.out.name not in self.outputs:
+        if kind in RESHAPES | PERMUTES | RENAMES | {"slice"}:
             same = self.types[node.uses[0]] == node.out.type
             order = permutation(len(node.out.type.shape), node.args[1:]) if kind in PERMUTES else []
-            return same and order == sorted(order) and len(node.uses) == 1
+            plain = same and order == sorted(order) and len(node.uses) == 1
+            return plain and self._may_return_source(node)
         return kind in COPIES and self._is_plain_copy(node)
+
+    def _may_return_source(self, node: Node) -> bool:
+        """Whether what ``node`` views may be returned in its place, if that is returned at all: a
+        value of the program's own, and not returned itself.
+        """
+        source, name = node.uses[0], node.out.name
+        if name not in self.outputs:
+            return True
+        if source not in self.makers or source in self.outputs:
+            return False
+        self.outputs.add(source)
+        return True
 
     def _is_plain_copy(self, node: Node) -> bool:
         """A copy of a dense intermediate, in its dtype and strides, that stays in the program."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from iris.graph.nodes import Graph, Node, Ref
 from iris.graph.ops import COLLECTIVES, STAGES
 from iris.graph.passes.bench import REACH, Bench
+from iris.graph.passes.canonicalise import canonicalise
+from iris.graph.passes.dedupe import dedupe
 from iris.graph.passes.epilogue import grow, is_epilogue, is_row_view, tile, trim
 from iris.graph.passes.memory import base
 from iris.graph.passes.norm import rms_norm
@@ -46,8 +48,8 @@ def fuse(graph: Graph) -> Graph:
 
 
 def fusion_report(graph: Graph) -> list[Unfused]:
-    """Each collective of ``graph`` that is in no stage and would not be put in one, in order."""
-    return fuse_and_report(graph)[1]
+    """Each collective of ``graph`` that the passes leave in no stage, in order."""
+    return fuse_and_report(dedupe(canonicalise(graph)))[1]
 
 
 def fuse_and_report(graph: Graph) -> tuple[Graph, list[Unfused]]:
