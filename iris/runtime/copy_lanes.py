@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from iris import config
-from iris.errors import IrisError, TimeoutError
+from iris.errors import IrisError, TimeoutError, UnsupportedError
 from iris.runtime.driver import Driver
 from iris.runtime.rectangles import Rectangle
 
@@ -273,6 +273,13 @@ class StreamLanes(Lanes):
         if not torch.cuda.is_current_stream_capturing():
             super().submit(key, ops, used)
             return
+        lane = self._lanes.get(key)
+        if lane is not None and lane.jobs:  # which would be captured too
+            raise UnsupportedError(
+                f"copies to rank {key[0]} on channel {key[1]} still wait for a flag or a stream, "
+                "and a CUDA graph is captured",
+                help="call ctx.quiet before the capture, or use another channel",
+            )
         stream = self._stream(key)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         for op in ops:

@@ -157,6 +157,28 @@ def bounded_in_a_graph():
         ctx.barrier()
 
 
+def captured_too_early():
+    """What waits on a channel would get into a graph: another channel has to be used."""
+    ctx = iris.iris(1 << 20, engines=("sdma",))
+    x, out, flag = ctx.ones(8), ctx.zeros(2, 8), ctx.zeros(1, dtype=torch.int32)
+    ctx.put(x, 0, out[0], wait_flag=flag, wait_value=1, async_op=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+        with pytest.raises(iris.errors.UnsupportedError, match="rank 0 on channel 0 still wait"):
+            ctx.put(x, 0, out[1])
+        ctx.put(x, 0, out[1], channel=1)
+    assert out.tolist() == [[0] * 8] * 2
+    flag.fill_(1)
+    ctx.quiet()
+    graph.replay()
+    ctx.barrier()
+    assert out.tolist() == [[1] * 8] * 2
+
+
+def test_a_capture_takes_in_no_copy_that_waits(ranks):
+    ranks(1).run(captured_too_early)
+
+
 def test_a_wait_in_a_graph_is_bounded(ranks):
     ranks(1).run(bounded_in_a_graph)
 
