@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 from iris.config import private_folder
 from iris.errors import ConfigError
@@ -85,6 +84,8 @@ def save_profile(ctx: Iris, profile: Profile) -> None:
 
 def _path(ctx: Iris, what: str) -> Path:
     """The file of this hardware, as many ranks share it, and these versions."""
+    import triton  # which a program of torch ops does not need
+
     on_gpu = ctx.device.type == "cuda"
     device = torch.cuda.get_device_name(ctx.device) if on_gpu else "CPU ranks"
     units = (ctx.get_cu_count(), ctx.get_usable_units(), ctx.ranks_on_device)
