@@ -35,7 +35,8 @@ class Step:
 
     ``device`` is where, if the line says so. ``on_host`` says why the host takes part in it.
     ``once`` is for communication, which peers take part in. ``nbytes`` are of what it allocates;
-    what a ``view`` makes lies in the first value that it uses.
+    what a ``view`` makes lies in the first value that it uses. ``workspace`` are bytes that its
+    kernel has on the heap.
     """
 
     text: str
@@ -47,6 +48,7 @@ class Step:
     once: bool = False
     nbytes: tuple[int, ...] = ()
     view: bool = False
+    workspace: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class _Writer:
         values_text = "".join(f"{self._text(arg)}, " for arg in values)
         text = self._function(self._name(), inputs, self._lines(steps), values_text)
         workspace = sum(2 * group.staging(1).nbytes for group in self.groups)
-        workspace += sum(call.workspace for call in self.fused)
+        workspace += sum(step.workspace for step in steps)
         needed = tuple(dict.fromkeys(arg.name for arg in values if isinstance(arg, Ref)))
         last = self._compile(self._function("result", needed, (), values_text), "result")
         result = Part(last, needed, ())
@@ -203,7 +205,9 @@ class _Writer:
         text = f"{targets}= {name}({', '.join(map(_variable, operands))})"
         types = {**{value.name: value.type for value in match.values}, **self.types}
         nbytes = tuple(self._nbytes(types[name]) for name in results)
-        return Step(text, operands, results, node.loc, once=True, nbytes=nbytes)
+        return Step(
+            text, operands, results, node.loc, once=True, nbytes=nbytes, workspace=call.workspace
+        )
 
     def _nbytes(self, type_: TensorType) -> int:
         return DTYPES[type_.dtype] * math.prod(type_.local_shape(self.graph.mesh, self.place.coord))
@@ -213,6 +217,7 @@ class _Writer:
         if len(node.outputs) == 1 and node.op in MULTIPLE:
             targets += ","
         makes = tuple(value.name for value in node.outputs)
+        before = len(self.fused)
         text, on_host = self._call(node)
         device = node.kwargs.get("device")
         return Step(
@@ -225,6 +230,7 @@ class _Writer:
             node.op in MAKERS,
             tuple(self._nbytes(value.type) for value in node.outputs),
             is_view(node),
+            sum(call.workspace for call in self.fused[before:]),
         )
 
     def _call(self, node: Node) -> tuple[str, str]:

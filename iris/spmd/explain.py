@@ -7,21 +7,23 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from iris.graph.nodes import Graph
+from iris.graph.nodes import Graph, Node, walk
 from iris.graph.passes import fusion_report
 from iris.lower.choices import Choice
+from iris.lower.program import Step
 
 WIDTH = 120
 
 
 @dataclass(frozen=True)
 class Row:
-    """One stage or collective of a program."""
+    """One stage or collective of a program; ``heap`` are the bytes that its kernels have there."""
 
     stage: str
     result: str
     loc: str
     choice: Choice
+    heap: int = 0
 
 
 class Shown:
@@ -52,13 +54,14 @@ class Explanation(Shown):
     def table(self) -> Table:
         """The stages, as a rich table."""
         table = Table(title=f"{self.name} on {self.mesh}", title_justify="left")
-        for heading in ("stage", "result", "line", "algorithm", "why", "predicted us"):
-            table.add_column(heading, no_wrap=heading in ("stage", "algorithm", "predicted us"))
+        headings = ["stage", "result", "line", "algorithm", "why", "predicted us"]
+        built = any(row.heap for row in self.rows)
+        for heading in headings + ["heap bytes"] * built:
+            table.add_column(heading, no_wrap=heading not in ("result", "line", "why"))
         for row in self.rows:
             times = "\n".join(f"{name} {time:.0f}" for name, time in row.choice.candidates)
-            table.add_row(
-                row.stage, row.result, row.loc, row.choice.algorithm, row.choice.why, times
-            )
+            cells = [row.stage, row.result, row.loc, row.choice.algorithm, row.choice.why, times]
+            table.add_row(*cells, *[f"{row.heap:,}"] * built)
         return table
 
     def _list(self, title: str, what: str, entries: Sequence[tuple[str, str, str]]) -> Table:
@@ -83,22 +86,27 @@ def explain(
     fused: Graph,
     choices: Mapping[str, Choice],
     outside: Sequence[tuple[str, str, str]] = (),
+    steps: Sequence[Step] = (),
 ) -> Explanation:
     """Describe ``fused``, the graph in stages; ``graph`` is what the user wrote.
 
     ``choices`` is by the name of a node's first output. ``outside`` are the steps that a CUDA graph
-    cannot hold, which is known once the program has run.
+    cannot hold, which is known once the program has run, and ``steps`` all of its plan, once it is
+    compiled.
     """
+    heap = {name: step.workspace for step in steps for name in step.makes[:1]}
+
+    def names(node: Node, choice: Choice) -> set[str]:
+        made = {value.name for inner in walk((node,)) for value in inner.outputs}
+        return made | set(choice.match.results if choice.match else ())
+
     plain = Choice("torch", "compute that is not part of a stage")
-    rows = [
-        Row(
-            node.op,
-            f"%{node.outputs[0].name}: {node.outputs[0].type}",
-            node.loc,
-            choices.get(node.outputs[0].name, plain),
-        )
-        for node in fused.nodes
-        if node.body or node.outputs[0].name in choices
-    ]
+    rows = []
+    for node in fused.nodes:
+        first = node.outputs[0]
+        if node.body or first.name in choices:
+            choice = choices.get(first.name, plain)
+            nbytes = sum(heap.get(name, 0) for name in names(node, choice))
+            rows.append(Row(node.op, f"%{first.name}: {first.type}", node.loc, choice, nbytes))
     unfused = tuple((entry.op, entry.loc, entry.reason) for entry in fusion_report(graph))
     return Explanation(fused.name, str(fused.mesh), tuple(rows), unfused, tuple(outside))

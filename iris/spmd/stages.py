@@ -29,7 +29,8 @@ class _Staged:
     def explain(self) -> Explanation:
         """Which stages, which algorithm, and what was not fused, with the reason."""
         program = self.program
-        return explain(program.graph, program.fused, program.choices, program.outside)
+        steps = program.executable.steps if program.executable else ()
+        return explain(program.graph, program.fused, program.choices, program.outside, steps)
 
 
 class Traced(_Staged):
