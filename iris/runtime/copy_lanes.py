@@ -4,8 +4,10 @@ NOTE [Lanes never wait]
 A job begins when the work before it on its stream is done and its flag has come. The rank's own
 thread finds that out by looking: nothing that waits is put on a copy stream. Streams share hardware
 queues (with MPS, very few), and a stream that waits there holds up the others, until a copy cannot
-start that some kernel needs to end. So lanes do not hold each other up, and every wait is bounded
-by the thread. Only while a graph is captured are waits recorded, as kernels of one warp.
+start that some kernel needs to end. Nor is more put there than fits: the driver blocks a thread
+whose stream is full, and copies within a GPU may wait for the SMs of kernels that wait. So lanes do
+not hold each other up, and every wait is bounded by the thread. Only while a graph is captured are
+waits recorded, as kernels of one warp.
 """
 
 import ctypes
@@ -34,6 +36,7 @@ Key = tuple[int, int]  # peer, channel
 Check = Callable[[], None]
 
 _SPINS = 50
+_FLYING = 512  # operations on a stream at a time: streams hold 1024 on the GPUs that were tried
 _PAUSE_SECONDS = 2e-5
 
 
@@ -144,8 +147,10 @@ class Lanes:
                     worked |= self._advance(key, lane)
         return worked
 
-    def perform(self, key: Key, ops: Sequence[Rectangle | Mark]) -> None:
-        """Carry out or issue ``ops``, in order."""
+    def perform(
+        self, key: Key, ops: Sequence[Rectangle | Mark], used: tuple[Tensor, ...] = ()
+    ) -> None:
+        """Carry out or issue ``ops``, in order; ``used`` are kept until they are done."""
         for op in ops:
             if isinstance(op, Mark):
                 _mark(op)
@@ -153,6 +158,10 @@ class Lanes:
                 for row in range(op.height):
                     dst, src = op.dst + row * op.dst_pitch, op.src + row * op.src_pitch
                     ctypes.memmove(dst, src, op.width)
+
+    def full(self, key: Key) -> bool:
+        """Whether no more should be issued for now."""
+        return False
 
     def enter_thread(self) -> None:
         """Called first on the engine's thread."""
@@ -174,17 +183,16 @@ class Lanes:
 
     def _advance(self, key: Key, lane: _Lane) -> bool:
         worked = False
-        while lane.jobs and self._begins(lane.jobs[0]):
+        while lane.jobs and self._begins(key, lane.jobs[0]):
             job = lane.jobs[0]
-            self.perform(key, list(job.ops))  # type: ignore[arg-type]  # its wait is over
-            self._keep(key, job)
+            self.perform(key, list(job.ops), job.used)  # type: ignore[arg-type]  # its wait is over
             lane.jobs.popleft()
             lane.finished += 1
             worked = True
         return worked
 
-    def _begins(self, job: _Job) -> bool:
-        if job.after is not None and not job.after.query():
+    def _begins(self, key: Key, job: _Job) -> bool:
+        if (job.after is not None and not job.after.query()) or self.full(key):
             return False
         wait = job.ops[0]
         if isinstance(wait, Wait):
@@ -203,9 +211,6 @@ class Lanes:
     def _read(self, wait: Wait) -> int:
         kind = ctypes.c_int64 if wait.wide else ctypes.c_int32
         return int(kind.from_address(wait.address).value)
-
-    def _keep(self, key: Key, job: _Job) -> None:
-        """Keep the tensors of a job that was issued, until it is done."""
 
 
 def signed(value: int, wide: bool) -> int:
@@ -239,7 +244,8 @@ class StreamLanes(Lanes):
         self._device = ctx.device
         self._driver = Driver.load()
         self._streams: dict[Key, torch.cuda.Stream] = {}
-        self._kept: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
+        self._flying: dict[Key, deque[tuple[torch.cuda.Event, int, tuple[Tensor, ...]]]] = {}
+        self._flying_lock = threading.Lock()
         self._wait_kernel, self._signal_kernel = wait_kernel, signal_kernel
         self._watch = ctx.watch
         # For what must not queue behind copies; of another priority, so in queues of its own.
@@ -303,14 +309,26 @@ class StreamLanes(Lanes):
             patiently(stream.record_event().query, check)
 
     def advance(self) -> bool:
-        while self._kept and self._kept[0][0].query():
-            self._kept.popleft()
+        for key in list(self._flying):
+            self.full(key)
         return super().advance()
 
-    def perform(self, key: Key, ops: Sequence[Rectangle | Mark]) -> None:
+    def perform(
+        self, key: Key, ops: Sequence[Rectangle | Mark], used: tuple[Tensor, ...] = ()
+    ) -> None:
         stream = self._stream(key)
         for op in ops:
             self._issue(stream, op)
+        with self._flying_lock:
+            flying = self._flying.setdefault(key, deque())
+            flying.append((stream.record_event(), len(ops), used))
+
+    def full(self, key: Key) -> bool:
+        with self._flying_lock:
+            flying = self._flying.get(key, deque())
+            while flying and flying[0][0].query():
+                flying.popleft()
+            return sum(count for _, count, _ in flying) >= _FLYING
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self._device)
@@ -323,7 +341,7 @@ class StreamLanes(Lanes):
         for stream in (self._urgent, *self._streams.values()):
             self._driver.close_stream(stream.cuda_stream)
         self._streams.clear()
-        self._kept.clear()
+        self._flying.clear()
 
     def _now(self) -> torch.cuda.Event:
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
@@ -337,9 +355,6 @@ class StreamLanes(Lanes):
             self._driver.copy(self._seen.data_ptr(), wait.address, nbytes, handle)
             self._urgent.synchronize()
             return signed(int(self._seen), wait.wide)
-
-    def _keep(self, key: Key, job: _Job) -> None:
-        self._kept.append((self._stream(key).record_event(), job.used))
 
     def _issue(self, stream: torch.cuda.Stream, op: Any, capturing: bool = False) -> None:
         handle = stream.cuda_stream

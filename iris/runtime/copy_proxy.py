@@ -6,6 +6,7 @@ See NOTE [Copy queues] in iris/device/copy_queue.py.
 import ctypes
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -64,6 +65,7 @@ class Engine:
         self._taken_words = self._taken.numpy()
         self._rung = b""
         self._next = [0] * world  # ticket that is taken next from a queue
+        self._taken_ops: list[deque[list[Rectangle | Mark]]] = [deque() for _ in range(world)]
         self.context = self._rows()
         self.exposed = False  # whether kernels may use the queues
         self.lanes: Lanes | StreamLanes
@@ -131,6 +133,8 @@ class Engine:
             raise IrisError(f"{self._name()} does not stop", help=_WAY_OUT)
         self._synchronize()
         self._rings.zero_()
+        for batches in self._taken_ops:
+            batches.clear()
         self.restart(0)
         self._synchronize()
         self._start()
@@ -195,11 +199,11 @@ class Engine:
             if worked:
                 active = now
                 continue
-            pending = self.lanes.pending()
+            pending = self.lanes.pending() or any(self._taken_ops)
             if pending and now - looked > _PEERS_SECONDS:
                 looked = now
                 self._look_for_lost_peers()
-            self._empty += 1
+            self._empty += not any(self._taken_ops)
             idle = now - active
             longest = _PENDING if pending else _SELDOM if self.exposed else _ASLEEP
             if self._wake.wait(_OFTEN if idle < _BUSY_SECONDS else min(idle / 50, longest)):
@@ -214,7 +218,22 @@ class Engine:
             raise PeerError("; ".join(reasons) + f"\n  {waiting}")
 
     def _drain(self, peer: int) -> bool:
-        """Carry out what is in a queue, up to a batch. Return whether there was anything."""
+        """Take a batch of what is in a queue, and issue batches that fit. Return whether any did.
+
+        What is taken frees its places at once: programs that wait for room may hold the SMs that
+        copies need.
+        """
+        batches, key = self._taken_ops[peer], (peer, DEVICE)
+        if ops := self._take(peer):
+            batches.append(ops)
+        issued = False
+        while batches and not self.lanes.full(key):
+            self.lanes.perform(key, batches.popleft())
+            issued = True
+        return issued or bool(ops)
+
+    def _take(self, peer: int) -> list[Rectangle | Mark]:
+        """Decode what is in a queue, up to a batch, and the mark that says so when it is done."""
         ring, first = self._ring_words[peer], self._next[peer]
         ops: list[Rectangle | Mark] = []
         while len(ops) < _BATCH:
@@ -224,13 +243,11 @@ class Engine:
             fence()
             ops.append(self._decode(peer, words[OP:].tolist()))
         if not ops:
-            return False
+            return ops
         self._next[peer] = last = first + len(ops)
         fence()
         self._taken_words[peer] = last
-        done = Mark(self._done_at[peer], last, wide=True, add=False)
-        self.lanes.perform((peer, DEVICE), [*ops, done])
-        return True
+        return [*ops, Mark(self._done_at[peer], last, wide=True, add=False)]
 
     def _decode(self, peer: int, words: list[int]) -> Rectangle | Mark:
         kind, dst, src, width, height, dst_pitch, src_pitch = words

@@ -35,7 +35,6 @@ def close(y, expected, dtype):
 def _mlp(m, k, f, dtype, lowering, calls):
     ctx = iris.iris(1 << 30)
     rank, world = ctx.cur_rank, ctx.num_ranks
-    torch.backends.cuda.matmul.allow_tf32 = False
 
     @iris.spmd(
         in_specs=(P("tp", None), P(None, "tp"), P(None, "tp"), P("tp", None), P("tp", None)),

@@ -27,7 +27,6 @@ def _block(rows, dtype):
     """Attention by heads and a feed-forward part, five times with new data."""
     ctx = iris.iris(1 << 28)
     rank, world = ctx.cur_rank, ctx.num_ranks
-    torch.backends.cuda.matmul.allow_tf32 = False
 
     def heads(t):
         return t.view(t.shape[0], -1, 64).transpose(0, 1).unsqueeze(0)
