@@ -42,14 +42,16 @@ def reshape_dims(
 ) -> list[Dim]:
     """Dims meet in groups of equal product: ``(2, 3, 8) -> (6, 8)`` is two: ``(2, 3), (8)``.
 
-    A group that is one dim on both sides keeps it. A merged or cut group stays split where its
-    outermost dim is split evenly, for then the shards of the whole are blocks of it.
+    A group that is one dim on both sides, beside dims of one row, keeps it. A merged or cut group
+    stays split where its outermost dim is split evenly, for then the shards of the whole are blocks
+    of it.
     """
     sizes = ctx.local(x)
     result: list[Dim] = [(n, ()) for n in out]
     for inner, outer in dim_groups(sizes, out):
-        if len(inner) == len(outer) == 1:
-            result[outer[0]] = (x.shape[inner[0]], x.spec[inner[0]])
+        wide, made = _wide(inner, x.shape), _wide(outer, out)
+        if len(wide) == len(made) == 1:
+            result[made[0]] = (x.shape[wide[0]], x.spec[wide[0]])
             continue
         first = next((d for d in inner if x.shape[d] > 1), None)
         target = next((d for d in outer if out[d] > 1), outer[0] if outer else None)
@@ -59,6 +61,11 @@ def reshape_dims(
         if x.shape[first] % ranks == 0:
             result[target] = (out[target] * ranks, x.spec[first])
     return result
+
+
+def _wide(dims: Sequence[int], sizes: Sequence[int]) -> Sequence[int]:
+    """Those of ``dims`` that have not one row; all of them if there is but one."""
+    return dims if len(dims) == 1 else [d for d in dims if sizes[d] != 1]
 
 
 def dim_groups(sizes: tuple[int, ...], out: tuple[int, ...]) -> list[Pair]:

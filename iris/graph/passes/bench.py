@@ -59,6 +59,10 @@ class Bench:
             self._shapes[name] = self.types[name].local_shape(mesh, mesh.origin)
         return self._shapes[name]
 
+    def local(self, name: str) -> tuple[int, ...]:
+        """Shape of a value on the rank that traced the graph."""
+        return self.types[name].local_shape(self.graph.mesh, self.graph.place)
+
     def obstacle(self, group: Collection[int]) -> Obstacle | None:
         """What keeps the nodes of ``group`` from running as one, or None."""
         return self._around(group)[2]

@@ -36,7 +36,7 @@ def is_row_view(bench: Bench, node: Node) -> bool:
     """A view that keeps rows and columns: ``[B, S, N]`` as ``[B * S, N]`` or back."""
     if base(node.op) not in RESHAPES:
         return False
-    before, after = bench.shape(node.uses[0]), bench.shape(node.out.name)
+    before, after = bench.local(node.uses[0]), bench.local(node.out.name)
     return bool(before and after) and tile(before) == tile(after)
 
 
