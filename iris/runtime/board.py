@@ -179,9 +179,10 @@ class Observer(Protocol):
 
 
 class Recent(Protocol):
-    """What can say which call was the last one (`iris.runtime.groups`)."""
+    """What can say which call was the last one, and who will not come (`iris.runtime.groups`)."""
 
     def last_call(self) -> str: ...
+    def deserted(self) -> str: ...
 
 
 class Board:

@@ -34,7 +34,7 @@ from iris.errors import (
     PeerError,
     TimeoutError,
 )
-from iris.runtime.board import CALLS, CHUNK_BYTES, LOST, Board, Slot, fence
+from iris.runtime.board import CALLS, CHUNK_BYTES, CLOSED, LOST, Board, Slot, fence
 
 if TYPE_CHECKING:
     from iris.runtime.heap import Block, Heap
@@ -204,6 +204,21 @@ class Group:
         words = [self._slot.calls[(done + more) % CALLS] for more in (0, 1)]
         number, signature = max((word >> 33, word & _LOW) for word in words)
         return f"call {number} of ranks {self.ranks}, {self._texts.get(signature, 'a meeting')}"
+
+    def deserted(self) -> str:
+        """Say which member closed its context before the launch that this rank came to last."""
+        number = (self.epoch + self._launches) & _NUMBER
+        if self._calls[number % CALLS] >> 32 != number << 1 | 1:
+            return ""  # a meeting, which looks after its members itself
+        for rank in self.ranks:
+            page = self.board.pages[rank]
+            if rank == self.board.rank or page.state != CLOSED:
+                continue
+            slot = page.find(self.key)
+            reached = 0 if slot is None else slot.calls[number % CALLS] >> 33
+            if (reached - number) & _NUMBER > _NUMBER // 2:
+                return f"rank {rank} closed its context and did not come to {self.last_call()}"
+        return ""
 
     def _find_peers(self) -> list[memoryview]:
         pages = [self.board.pages[rank] for rank in self.ranks if rank != self.board.rank]

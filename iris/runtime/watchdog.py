@@ -18,7 +18,8 @@ _NOTICED = 0.75  # of the time that counts as slow: waits are noticed late
 
 
 class Watchdog:
-    """Ends this rank's device waits when a peer is lost, and logs waits longer than ``IRIS_SLOW``.
+    """Ends this rank's device waits when a peer is lost or left early, and logs waits longer than
+    ``IRIS_SLOW``.
 
     Each rank's thread writes on the board where its main thread is; of the ranks that wait too
     long, the first one logs where all are, once until it goes on.
@@ -47,6 +48,8 @@ class Watchdog:
         while not self._done.wait(self._period):
             losses = (self._board.loss(rank) for rank in self._board.pages)
             lost = next((text for text in losses if text is not None), "")
+            if not lost and self._board.recent is not None:
+                lost = self._board.recent.deserted()
             if lost and lost != self._lost:
                 self._watch.abort(lost)
             self._lost = lost

@@ -181,17 +181,46 @@ def killed():
         assert call(ctx, 0)
         if ctx.cur_rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        started = time.monotonic()
         with pytest.raises(iris.PeerError, match=r"rank 1 \(pid \d+\) died"):
             call(ctx, 1)
+        assert time.monotonic() - started < 10  # IRIS_TIMEOUT is 20
     finally:
         del os.environ["IRIS_LOWERING"]
 
 
 def test_a_kernel_that_waits_for_a_dead_rank_ends_before_its_time(ranks):
     with pytest.raises(iris.LaunchError) as error:
-        ranks(2).run(killed, timeout=15)  # IRIS_TIMEOUT is 20
+        ranks(2).run(killed)
     assert "killed: 1 of 2 ranks failed" in str(error.value).replace("isolated", "killed")
     assert "rank 1: was killed by SIGKILL" in str(error.value)
+
+
+def leaves_a_call_early():
+    """The last rank makes one call less than the others, and closes its context."""
+    os.environ["IRIS_LOWERING"] = "triton"
+    try:
+        ctx = iris.iris(1 << 21)
+        assert all(call(ctx, number) for number in range(3))
+        if ctx.cur_rank == ctx.num_ranks - 1:
+            return None
+        started = time.monotonic()
+        with pytest.raises(iris.PeerError) as error:
+            call(ctx, 3)
+        assert time.monotonic() - started < 10  # IRIS_TIMEOUT is 20
+        return str(error.value)
+    finally:
+        del os.environ["IRIS_LOWERING"]
+
+
+def test_a_kernel_that_waits_for_a_rank_that_left_ends_before_its_time(ranks):
+    *texts, _ = ranks(3).run(leaves_a_call_early)
+    for text in texts:
+        assert re.fullmatch(
+            r"rank 2 closed its context and did not come to call \d+ of ranks \(0, 1, 2\), "
+            r"program mlp [0-9a-f]{8} of \(x: .*\)",
+            text,
+        ), text
 
 
 def missing_in_reset():
