@@ -1,6 +1,7 @@
 """Send one rank's value to the others."""
 
 import pickle
+import zlib
 from typing import Any
 
 import numpy as np
@@ -9,18 +10,20 @@ from torch import Tensor
 
 from iris.errors import IrisError
 from iris.runtime.groups import Group
+from iris.runtime.segments import Address, Segment
+from iris.runtime.transport import dumps
+
+_LARGE = 1 << 16  # bytes from which a value goes through a segment, and not chunk by chunk
 
 
 def broadcast(group: Group, value: Any, src: int, as_tensor: bool, device: torch.device) -> Any:
     """Return rank ``src``'s value on every member; see ``Iris.broadcast``."""
     if src not in group.ranks:
         raise IrisError(
-            f"broadcast: src={src} is not a rank of the group {group.ranks}",
+            f"broadcast: src={src!r} is not a rank of the group {group.ranks}",
             help="src is a global rank",
         )
-    root = group.ranks.index(src)
-    payload = _packed(value) if group.index == root else b""
-    received = pickle.loads(group.exchange(f"broadcast(src={src})", payload)[root])
+    received = _send(group, value, group.ranks.index(src), f"broadcast(src={src})")
     if not isinstance(received, Tensor | np.ndarray):
         return received
     if as_tensor:
@@ -28,10 +31,33 @@ def broadcast(group: Group, value: Any, src: int, as_tensor: bool, device: torch
     return received if isinstance(received, np.ndarray) else _to_numpy(received)
 
 
-def _packed(value: Any) -> bytes:
-    if isinstance(value, Tensor):
-        value = value.detach().cpu().clone(memory_format=torch.contiguous_format)
-    return pickle.dumps(value)
+def _send(group: Group, value: Any, root: int, what: str) -> Any:
+    sent: bytes | Address | IrisError = b""
+    own = None
+    if group.index == root:
+        sent = _packed(value, what)
+        if isinstance(sent, bytes) and len(sent) > _LARGE:
+            own = Segment.create(len(sent), "broadcast")
+            own.memory[: len(sent)] = sent
+            sent = own.address
+    received = pickle.loads(group.exchange(what, pickle.dumps(sent))[root])
+    if isinstance(received, IrisError):
+        raise received
+    if isinstance(received, bytes):
+        return pickle.loads(received)
+    segment = own or Segment.open(received, f"rank {group.ranks[root]}")
+    group.sync(zlib.crc32(b"broadcast"), what)  # all have opened it: the root may let go
+    return pickle.loads(segment.memory)
+
+
+def _packed(value: Any, what: str) -> bytes | IrisError:
+    """Pickle the value. All ranks are to raise an error that is returned."""
+    try:
+        if isinstance(value, Tensor):
+            value = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        return dumps(value)
+    except Exception as error:
+        return IrisError(f"{what}: a {type(value).__name__} cannot be sent: {error}")
 
 
 def _to_numpy(tensor: Tensor) -> "np.ndarray[Any, Any]":

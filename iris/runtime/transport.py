@@ -1,4 +1,4 @@
-"""Pickle functions so that they run, and are quoted in tracebacks, in another process."""
+"""Pickle functions, so that they run and are quoted in tracebacks elsewhere, and tensors."""
 
 import copyreg
 import io
@@ -7,10 +7,11 @@ import os
 import sys
 from collections.abc import Callable
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 import torch
+from torch import Tensor
 
 
 def dumps(value: object) -> bytes:
@@ -58,7 +59,26 @@ def _build_code(
 _cloud_reduce = cloudpickle.CloudPickler.dispatch_table[CodeType]
 
 
-class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
-    """Cloudpickle, except that it keeps file names, which it drops to make its output stable."""
+def _reduce_tensor(tensor: Tensor) -> tuple[Any, ...]:
+    """Take along as integers what torch pickles but does not read again: fp8, uint16 and such."""
+    if tensor.dtype not in torch.storage._new_dtypes():
+        return cast(tuple[Any, ...], tensor.__reduce_ex__(2))
+    bits = tensor.detach().view(_BITS[tensor.itemsize])
+    return _build_tensor, (bits, tensor.dtype, tensor.requires_grad)
 
-    dispatch_table = cloudpickle.CloudPickler.dispatch_table.new_child({CodeType: _reduce_code})
+
+def _build_tensor(bits: Tensor, dtype: torch.dtype, requires_grad: bool) -> Tensor:
+    return bits.view(dtype).requires_grad_(requires_grad)
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+    """Cloudpickle, except that it keeps file names, which it drops to make its output stable, and
+    takes tensors of every dtype.
+    """
+
+    dispatch_table = cloudpickle.CloudPickler.dispatch_table.new_child(
+        {CodeType: _reduce_code, Tensor: _reduce_tensor}
+    )

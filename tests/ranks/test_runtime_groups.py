@@ -237,3 +237,41 @@ def _broadcasts():
 
 def test_broadcast(ranks):
     assert ranks(3).run(_broadcasts) == [True] * 3
+
+
+DTYPES = (torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.bfloat16, torch.complex64)
+
+
+def _broadcast_dtypes():
+    ctx = iris(1 << 20)
+    for dtype in DTYPES:
+        value = torch.arange(6).to(dtype).reshape(2, 3).T  # strided
+        for as_tensor in (False, True):
+            got = ctx.broadcast(value if ctx.cur_rank == 1 else None, src=1, as_tensor=as_tensor)
+            assert got.shape == (3, 2)
+            if as_tensor:
+                assert got.dtype == dtype
+                got = got.cpu().to(torch.complex64).numpy()
+            assert got.tolist() == [[0, 3], [1, 4], [2, 5]]
+    return True
+
+
+def test_broadcast_of_every_kind_of_dtype(ranks):
+    assert ranks(2).run(_broadcast_dtypes) == [True] * 2
+
+
+def _broadcast_what_cannot_travel():
+    ctx = iris(1 << 20)
+    assert ctx.broadcast((lambda: 7) if ctx.cur_rank == 0 else None)() == 7
+    with pytest.raises(IrisError) as caught:
+        ctx.broadcast((n for n in "ab") if ctx.cur_rank == 1 else None, src=1)
+    assert ctx.broadcast(ctx.cur_rank + 5, src=1) == 6
+    return str(caught.value)
+
+
+def test_a_value_that_cannot_be_sent_is_an_error_on_all_ranks(ranks):
+    first, second = ranks(2).run(_broadcast_what_cannot_travel)
+    assert first == second
+    assert first.startswith(
+        "broadcast(src=1): a generator cannot be sent: cannot pickle 'generator'"
+    )
