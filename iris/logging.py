@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from iris import config
+from iris.errors import ConfigError
 
 DEBUG, INFO, WARNING, ERROR = logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR
 
@@ -53,7 +54,13 @@ def set_logger_level(level: int | str) -> None:
         iris.set_logger_level(iris.DEBUG)
         ctx.debug("now visible")              # [Iris] [0/1] now visible
     """
-    logger().setLevel(level)
+    try:
+        logger().setLevel(level)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"level={level!r} is not allowed",
+            help="use iris.DEBUG, iris.INFO, iris.WARNING or iris.ERROR",
+        ) from None
 
 
 class RankLogging:

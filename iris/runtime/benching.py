@@ -48,8 +48,10 @@ def do_bench(
         raise ConfigError(
             f"return_mode={return_mode!r} is not allowed", help="use one of: " + ", ".join(_MODES)
         )
-    if n_repeat < 1:
-        raise ConfigError(f"n_repeat={n_repeat} must be 1 or more")
+    _check_count("n_warmup", n_warmup, 0)
+    _check_count("n_repeat", n_repeat, 1)
+    if quantiles is not None and not all(0 <= q <= 1 for q in quantiles):
+        raise ConfigError(f"quantiles={quantiles!r} must be numbers from 0 to 1")
     for _ in range(n_warmup):
         barrier_fn()
         preamble_fn()
@@ -61,6 +63,11 @@ def do_bench(
     points = torch.tensor(list(quantiles), dtype=torch.float64)
     found: list[float] = torch.quantile(torch.tensor(times, dtype=torch.float64), points).tolist()
     return found[0] if len(found) == 1 else found
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}={value!r} must be {least} or more, and whole")
 
 
 def _gpu_is_used() -> bool:

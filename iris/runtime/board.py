@@ -192,6 +192,7 @@ class Board:
         self.rank = rank
         self.page = page
         self.pid = os.getpid()
+        self.closed = False
         self.pages: dict[int, Page] = {rank: page}
         self.alarm: Callable[[str], None] | None = None  # ends the kernels of all ranks
         self.observer: Observer | None = None  # of the meetings of all groups
@@ -208,7 +209,7 @@ class Board:
             self._contacts[contact.rank] = contact
             if self._is_dead(contact.rank):
                 raise PeerError(f"rank {contact.rank} (pid {contact.pid}) died in start-up")
-            self.pages[contact.rank] = Page(Segment.open(contact.address))
+            self.pages[contact.rank] = Page(Segment.open(contact.address, f"rank {contact.rank}"))
 
     def loss(self, rank: int) -> str | None:
         """Say how ``rank`` was lost (it failed or died), or None."""
@@ -229,6 +230,21 @@ class Board:
             return f"rank {rank} closed its context"
         return self.loss(rank)
 
+    def check_peers(self, what: str, late: bool) -> None:
+        """Raise what is wrong with ranks that are to do ``what``, by their status; if ``late``,
+        also where some have not begun.
+        """
+        reasons = [text for rank in self.pages if (text := self.trouble(rank)) is not None]
+        if reasons:
+            waiting = f"\n  rank {self.rank} was waiting for it in: {what}"
+            raise PeerError("; ".join(reasons) + waiting)
+        missing = [str(rank) for rank, page in self.pages.items() if page.status != what]
+        if late and missing:
+            raise TimeoutError(
+                f"{what}: rank {self.rank} waited in vain for rank {', '.join(missing)}",
+                help="see where it is, or raise IRIS_TIMEOUT if it is only slow",
+            )
+
     def wait_until_alone(self, seconds: float) -> None:
         """Wait until every peer has left, for at most ``seconds``."""
         deadline = time.monotonic() + seconds
@@ -240,19 +256,25 @@ class Board:
         contact = self._contacts[rank]
         return start_time(contact.pid) != contact.started
 
-    def check_usable(self) -> None:
-        """Refuse to work after a lost wait, and in a process forked after the context was made."""
-        if self.page.state == LOST:
-            raise TimeoutError(
-                "a wait of this context has run out before, and ranks are out of step since\n"
-                + self.page.message,
-                help=RESET,
-            )
+    def check_open(self) -> None:
+        """Refuse to work in a process forked after the context was made, and when it is closed."""
         if os.getpid() != self.pid:
             raise IrisError(
                 f"this iris context belongs to process {self.pid}, and this is a fork of it "
                 f"(process {os.getpid()})",
                 help="start ranks with iris.launch or torchrun; fork helpers before iris.iris()",
+            )
+        if self.closed:
+            raise IrisError("this iris context is closed", help="create one with iris.iris()")
+
+    def check_usable(self) -> None:
+        """Refuse to work also after a lost wait."""
+        self.check_open()
+        if self.page.state == LOST:
+            raise TimeoutError(
+                "a wait of this context has run out before, and ranks are out of step since\n"
+                + self.page.message,
+                help=RESET,
             )
 
     def give_up(self, message: str) -> None:

@@ -6,6 +6,8 @@ import sys
 import weakref
 import zlib
 from collections.abc import Sequence
+from numbers import Real
+from operator import index
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +24,8 @@ from iris.runtime.checks import Checks
 from iris.runtime.contacts import meet
 from iris.runtime.copy_engine import CopyEngine
 from iris.runtime.copy_proxy import Engine
-from iris.runtime.creation import Creation
-from iris.runtime.devices import Placement, Share, compute_units, sharing, simulation, usable_units
+from iris.runtime.creation import Creation, Ranks
+from iris.runtime.devices import Placement, compute_units, sharing, simulation, usable_units
 from iris.runtime.groups import Group
 from iris.runtime.heap import Heap, slab_bytes
 from iris.runtime.recovery import Counting, Recovery
@@ -35,8 +37,6 @@ from iris.runtime.watchdog import Watchdog
 if TYPE_CHECKING:
     from iris.device.barrier import DeviceBarrier
     from iris.device.watch import Watch
-
-Ranks = Sequence[int] | dist.ProcessGroup | None
 
 _current: "Iris | None" = None
 
@@ -60,7 +60,7 @@ def iris(
         ctx = iris.iris(1 << 30)
         x = ctx.zeros(1024, 1024)
     """
-    return Iris.create(heap_size, allocator_type, engines)
+    return Iris(heap_size, allocator_type, engines)
 
 
 def current() -> "Iris":
@@ -100,88 +100,65 @@ class Iris(Creation, CopyEngine, Recovery, RankLogging):
 
     def __init__(
         self,
-        rendezvous: Rendezvous,
-        board: Board,
-        world: Group,
-        heap: Heap,
-        shares: Sequence[Share],
+        heap_size: int = 1 << 30,
+        allocator_type: str = "torch",
+        engines: str | Sequence[str] = (),
     ) -> None:
-        self.cur_rank = rendezvous.rank
-        self.num_ranks = rendezvous.size
-        self.heap = heap
-        self.device = heap.device
-        self.world = world
-        self.ranks_on_device = sharing(shares, shares[self.cur_rank].uuid)
-        self._usable_units = usable_units(shares)
-        self.own_gpus = False  # whether every rank has a GPU to itself
-        self.tracing = Tracing(self)
-        self._board = board
-        self._groups: dict[tuple[int, ...], Group] = {world.ranks: world}
-        self._tables: dict[str, Tensor] = {}
-        self._barriers: dict[int, DeviceBarrier] = {}
-        self._watchdog: Watchdog | None = None
-        self._engine: Engine | None = None
-        self.checks: Checks | None = None  # under IRIS_CHECK=1
-        self.counting: weakref.WeakSet[Counting] = weakref.WeakSet()
-        self._closed = False
-
-    @classmethod
-    def create(
-        cls, heap_size: int, allocator_type: str, engines: str | Sequence[str] = ()
-    ) -> "Iris":
-        """Meet the other ranks and build the heap. See ``iris``."""
+        """Meet the other ranks and build the heap. See ``iris.iris``."""
         kind, engines = _checked(heap_size, allocator_type, engines)
-        heap_size = int(heap_size)
+        if _current is not None:
+            _current._board.check_open()  # refuses a fork of a process that has a context
         rendezvous = Rendezvous.join()
         placement = Placement.choose(rendezvous.local_rank)
-        board = Board(rendezvous.rank, Page.create())
+        self._board = Board(rendezvous.rank, Page.create())
         try:
-            return cls._build(rendezvous, placement, board, heap_size, kind, engines)
+            self._build(rendezvous, placement, int(heap_size), kind, engines)
         except BaseException as error:
-            board.leave(FAILED, describe(error))
+            self._board.leave(FAILED, describe(error))
             raise
 
-    @classmethod
     def _build(
-        cls,
+        self,
         rendezvous: Rendezvous,
         placement: Placement,
-        board: Board,
         heap_size: int,
         kind: str,
         engines: tuple[str, ...],
-    ) -> "Iris":
+    ) -> None:
+        board, self.device = self._board, placement.device
+        self.cur_rank, self.num_ranks = rendezvous.rank, rendezvous.size
         shares = meet(rendezvous, board, placement)
-        world = Group(board, None, range(rendezvous.size))
-        options = f"heap_size={heap_size}, allocator_type={kind!r}"
-        if engines:
-            options += f", engines={engines!r}"
-        what = f"iris.iris({options}) on {placement.device.type}"
-        if config.check():
-            what += ", IRIS_CHECK=1"
-        world.sync(zlib.crc32(what.encode()), what)
+        self.world = world = Group(board, None, range(rendezvous.size))
+        _compare(world, f"heap_size={heap_size}, allocator_type={kind!r}", engines, self.device)
         board.page.segment.seal()
         gpus = len({share.uuid for share in shares if share.uuid != "cpu"})
+        self.own_gpus = gpus == self.num_ranks  # whether every rank has a GPU to itself
+        self.ranks_on_device = sharing(shares, shares[self.cur_rank].uuid)
+        self._usable_units = usable_units(shares)
         if not dist.is_initialized():
-            rendezvous.init_process_group(own_gpu=gpus == rendezvous.size)
-        slab = create_slab(kind, placement.device, world, slab_bytes(heap_size))
-        heap = world.heap = Heap(slab, world, heap_size, placement.device)
-        self = cls(rendezvous, board, world, heap, shares)
-        self.own_gpus = gpus == self.num_ranks
+            rendezvous.init_process_group(self.own_gpus, board)
+        slab = create_slab(kind, self.device, world, slab_bytes(heap_size))
+        self.heap = world.heap = Heap(slab, world, heap_size, self.device)
+        self.tracing = Tracing(self)
+        self._groups: dict[tuple[int, ...], Group] = {world.ranks: world}
+        self._tables: dict[str, Tensor] = {}
+        self._barriers: dict[int, DeviceBarrier] = {}
+        self.counting: weakref.WeakSet[Counting] = weakref.WeakSet()
+        self._engine: Engine | None = None
+        self.checks: Checks | None = None  # under IRIS_CHECK=1
         self.watch = _watch(self)
         self._watchdog = Watchdog(board, self.watch)
         self._watchdog.start()
-        if placement.device.type == "cuda":
+        if self.device.type == "cuda":
             _load_barrier(self)
         if engines:
             self._engine = Engine(self)
         if config.check():
-            self.checks = Checks.create(world, heap, self.watch, self._engine)
+            self.checks = Checks.create(world, self.heap, self.watch, self._engine)
             self.checks.start()
         self._become_current()
         if self.cur_rank == 0 and 0 < gpus < self.num_ranks:
             self.info(simulation(self.num_ranks, gpus))
-        return self
 
     def group(self, ranks: Ranks = None) -> Group:
         """Return the group of ``ranks``: global ranks in any order, or a ProcessGroup.
@@ -192,10 +169,9 @@ class Iris(Creation, CopyEngine, Recovery, RankLogging):
         """
         if ranks is None:
             return self.world
-        if isinstance(ranks, dist.ProcessGroup):
-            ranks = dist.get_process_group_ranks(ranks)
-        key = tuple(int(rank) for rank in ranks)
+        key = _ranks_of(ranks)
         if key not in self._groups:
+            self._board.check_usable()
             self._check_ranks(key)
             self._groups[key] = Group(self._board, self.heap, key)
         return self._groups[key]
@@ -219,11 +195,16 @@ class Iris(Creation, CopyEngine, Recovery, RankLogging):
         Raises ``PeerError`` for a rank that is gone and ``TimeoutError`` for one that does not
         come.
         """
-        if stream is not None:
+        members = self.group(group)
+        if stream is None:
+            self.synchronize()
+        elif hasattr(stream, "synchronize"):
             stream.synchronize()
         else:
-            self.synchronize()
-        members = self.group(group)
+            raise IrisError(
+                f"barrier: stream={stream!r} is not a stream",
+                help="name ranks as barrier(group=...)",
+            )
         members.sync(_BARRIER, f"barrier of ranks {members.ranks}")
         if self.checks is not None:
             self.checks.look(members, ordered=True)
@@ -255,6 +236,7 @@ class Iris(Creation, CopyEngine, Recovery, RankLogging):
         """
         from iris.device.barrier import DeviceBarrier  # brings in triton
 
+        self._board.check_open()
         members = self.group(group)
         if members.key not in self._barriers:
             taken = [barrier.row for barrier in self._barriers.values()]
@@ -315,7 +297,7 @@ class Iris(Creation, CopyEngine, Recovery, RankLogging):
 
     def fail(self, message: str) -> None:
         """Tell peers that this rank failed: those that wait for it raise ``PeerError``."""
-        self._board.page.leave(FAILED, message)
+        self._board.leave(FAILED, message)
 
     def __enter__(self) -> "Iris":
         return self
@@ -332,12 +314,13 @@ class Iris(Creation, CopyEngine, Recovery, RankLogging):
             self._leave(FAILED, describe(error))
 
     def check_usable(self) -> None:
-        """Raise ``IrisError`` in a forked process, or where this context is closed."""
+        """Raise ``IrisError`` in a forked process, where this context is closed, and after a lost
+        wait.
+        """
         self._board.check_usable()
-        if self._closed:
-            raise IrisError("this iris context is closed", help="create one with iris.iris()")
 
     def _table(self, name: str, values: Sequence[int], dtype: torch.dtype) -> Tensor:
+        self._board.check_open()
         if name not in self._tables:
             self._tables[name] = torch.tensor(values, dtype=dtype, device=self.device)
         return self._tables[name]
@@ -361,17 +344,16 @@ class Iris(Creation, CopyEngine, Recovery, RankLogging):
 
     def _leave(self, state: int, message: str = "") -> None:
         global _current
-        if self._closed:
+        if self._board.closed or os.getpid() != self._board.pid:
             return
         if self._engine is not None:
             self._engine.close(abandon=state == FAILED)
-        self._closed = True
+        self._board.closed = True
         if _current is self:
             _current = None
         if self.checks is not None:
             self.checks.stop()
-        if self._watchdog is not None:
-            self._watchdog.stop()
+        self._watchdog.stop()
         if self.device.type == "cpu":
             self._board.leave(state, message)
             self._let_go()
@@ -388,7 +370,27 @@ class Iris(Creation, CopyEngine, Recovery, RankLogging):
         self.heap.close()
 
 
+def _compare(world: Group, options: str, engines: tuple[str, ...], device: torch.device) -> None:
+    """Meet all ranks, which must have called ``iris.iris`` with the same arguments."""
+    if engines:
+        options += f", engines={engines!r}"
+    what = f"iris.iris({options}) on {device.type}" + ", IRIS_CHECK=1" * config.check()
+    world.sync(zlib.crc32(what.encode()), what)
+
+
 _BARRIER = zlib.crc32(b"barrier")
+
+
+def _ranks_of(group: Sequence[int] | dist.ProcessGroup) -> tuple[int, ...]:
+    if isinstance(group, dist.ProcessGroup):
+        return tuple(dist.get_process_group_ranks(group))
+    try:
+        return tuple(index(rank) for rank in group)
+    except TypeError:
+        raise IrisError(
+            f"group={group!r} is not a group of this rank",
+            help="use global ranks, as in group=[0, 2], or a ProcessGroup that this rank is in",
+        ) from None
 
 
 def _watch(ctx: Iris) -> "Watch":
@@ -411,7 +413,7 @@ def describe(error: BaseException) -> str:
 def _leave_at_exit(ref: "weakref.ref[Iris]") -> None:
     """Say at interpreter exit why this rank leaves; peers that wait for it quote that."""
     self = ref()
-    if self is None or os.getpid() != self._board.pid:
+    if self is None:
         return
     error = getattr(sys, "last_value", None)
     if error is not None:
@@ -421,16 +423,21 @@ def _leave_at_exit(ref: "weakref.ref[Iris]") -> None:
 
 
 def _checked(
-    heap_size: int, allocator_type: str, engines: str | Sequence[str]
+    heap_size: Any, allocator_type: str, engines: str | Sequence[str]
 ) -> tuple[str, tuple[str, ...]]:
     """Check the arguments of ``iris`` and return the kind of allocator in force, and engines."""
-    if heap_size <= 0 or heap_size != int(heap_size):
-        raise ConfigError(f"heap_size={heap_size!r} must be a number of bytes above 0")
+    whole = isinstance(heap_size, Real) and float(heap_size).is_integer()
+    if not whole or not 0 < heap_size <= _MOST:
+        raise ConfigError(
+            f"heap_size={heap_size!r} must be a whole number of bytes, from 1 to 2**62"
+        )
     kind = config.allocator.read(allocator_type, "allocator_type")
     if config.allocator.is_set():
         kind = config.allocator()
-    names = tuple(engines) if isinstance(engines, tuple | list) else (engines,)
-    unknown = [name for name in names if name != "sdma"]
-    if unknown:
+    names = tuple(engines) if isinstance(engines, list | tuple) else (engines,)
+    if any(name != "sdma" for name in names):
         raise ConfigError(f"engines={engines!r} is not allowed", help="use () or ('sdma',)")
     return kind, names
+
+
+_MOST = 1 << 62

@@ -7,15 +7,17 @@ are torch's.
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from iris.errors import IrisError
 from iris.runtime.groups import Group
 from iris.runtime.heap import Block, Heap
 
+Ranks = Sequence[int] | dist.ProcessGroup | None
 Device = torch.device | str | int | None
 Make = Callable[..., Tensor]
 
@@ -31,6 +33,7 @@ class Creation:
     heap: Heap
     device: torch.device
     world: Group
+    group: Callable[[Ranks], Group]
 
     def zeros(self, *size: Any, out: Tensor | None = None, **options: Any) -> Tensor:
         """Return zeros, like ``torch.zeros``: ``ctx.zeros(2, 3)`` or ``ctx.zeros((2, 3))``."""
@@ -115,19 +118,20 @@ class Creation:
         return self.heap.find(tensor) is not None
 
     def allocate_symmetric(
-        self, *size: Any, dtype: torch.dtype | None = None
+        self, *size: Any, dtype: torch.dtype | None = None, group: Ranks = None
     ) -> tuple[Tensor, Tensor]:
         """Return an uninitialised tensor and its peer table, int64[num_ranks].
 
         Entry r of the table is the tensor's address on rank r, as mapped here; entry ``cur_rank``
-        is its own ``data_ptr()``. Collective.
+        is its own ``data_ptr()``. Collective over ``group``, the world by default; of a smaller
+        group the table has an entry for each member, in its order.
 
         Example::
 
             x, peers = ctx.allocate_symmetric(1024, dtype=torch.float32)
         """
         meta = torch.empty(*size, dtype=dtype, device="meta")
-        block = self._block(meta)
+        block = self._block(meta, self.group(group))
         table = torch.tensor(block.peers, dtype=torch.int64, device=self.device)
         return _view(block, meta), table
 
@@ -139,50 +143,56 @@ class Creation:
         options: dict[str, Any],
         fill: bool = True,
     ) -> Tensor:
+        self.world.board.check_usable()
         requires_grad = options.pop("requires_grad", False)
         generator = options.pop("generator", None)
         self._check_device(options.pop("device", None))
-        if out is not None:
+        if isinstance(out, Tensor):
             options.setdefault("dtype", out.dtype)
         meta = make(*args, device="meta", **options)
         tensor = self._place(meta, out)
         if not fill:
-            return tensor.requires_grad_(requires_grad)
+            return tensor.requires_grad_() if requires_grad else tensor
         drawn = {} if generator is None else {"generator": generator}
         with torch.no_grad():
             make(*args, out=tensor, **{**options, **drawn})
         return self._finish(tensor, requires_grad)
 
-    def _place(self, meta: Tensor, out: Tensor | None) -> Tensor:
+    def _place(self, meta: Tensor, out: Any) -> Tensor:
         """Return a heap tensor like ``meta``: ``out`` if it fits, else a new one."""
         if out is None:
             return _view(self._block(meta), meta)
-        if out.shape != meta.shape or out.dtype != meta.dtype or not self.is_symmetric(out):
+        here = self.is_symmetric(out)
+        if not here or out.shape != meta.shape or out.dtype != meta.dtype:
+            given = type(out).__name__
+            if isinstance(out, Tensor):
+                given = f"{out.dtype} of shape {tuple(out.shape)}{'' if here else ', elsewhere'}"
             raise IrisError(
                 f"out= must be a {meta.dtype} tensor of shape {tuple(meta.shape)} on the heap, "
-                f"and is {out.dtype} of shape {tuple(out.shape)}"
-                + ("" if self.is_symmetric(out) else ", elsewhere"),
+                f"and is {given}",
                 help="create it with ctx.empty(...)",
             )
-        return out
+        return cast(Tensor, out)
 
-    def _block(self, meta: Tensor) -> Block:
+    def _block(self, meta: Tensor, group: Group | None = None) -> Block:
+        if meta.layout is not torch.strided:
+            raise IrisError(f"the heap has no {meta.layout} tensors", help="use torch.strided")
         spans = ((n - 1) * step for n, step in zip(meta.shape, meta.stride(), strict=True))
         elements = sum(spans) + 1 if meta.numel() else 0
-        return self.heap.allocate(elements * meta.element_size())
+        return self.heap.allocate(elements * meta.element_size(), group)
 
     def _finish(self, tensor: Tensor, requires_grad: bool) -> Tensor:
         """Wait until all ranks have filled theirs, so that a peer's store is not overwritten."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         self.world.sync(_FILLED, "fill a new tensor")
-        return tensor.requires_grad_(requires_grad)
+        return tensor.requires_grad_() if requires_grad else tensor
 
     def _check_device(self, device: Device) -> None:
         if device is None:
             return
         wanted = torch.device(device)
-        if wanted.type != self.device.type or wanted.index not in (None, self.device.index):
+        if wanted.type != self.device.type or wanted.index not in (None, self.device.index or 0):
             raise IrisError(
                 f"device={device!r}, but the heap of this rank is on {self.device}",
                 help="leave device= out",

@@ -127,7 +127,6 @@ class Heap:
         self._made: dict[int, int] = {}
         self._dropped: deque[Key] = deque()
         self._guards = Guards(world.index, self._view) if config.check() else None
-        self._closed = False
 
     def allocate(
         self, nbytes: int, group: Group | None = None, align: int = ALIGN, internal: bool = False
@@ -159,11 +158,13 @@ class Heap:
         base = self.bases[rank]
         return base <= start <= end <= base + self._slab.nbytes
 
-    def find(self, tensor: Tensor) -> tuple[Block, int] | None:
+    def find(self, tensor: object) -> tuple[Block, int] | None:
         """Return the block of this rank's heap that holds ``tensor``, and its byte offset there.
 
         None for a tensor made elsewhere, also for an empty one.
         """
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            return None
         record = self._by_address.get(tensor.untyped_storage().data_ptr())
         owner = None if record is None else record.owner()
         if record is None or owner is None:
@@ -182,6 +183,7 @@ class Heap:
                 "this tensor is not on the symmetric heap",
                 help="create it with ctx.zeros(...) or copy it there with ctx.as_symmetric(tensor)",
             )
+        self._world.board.check_open()
         block, at = found
         if rank not in block.ranks:
             raise IrisError(f"rank {rank} has no such tensor: ranks {block.ranks} allocated it")
@@ -208,13 +210,11 @@ class Heap:
         return self._slab.tensor(owner)[:nbytes]
 
     def close(self) -> None:
-        """Allocate no more, and let go of the slab; tensors of this rank stay usable."""
-        self._closed = True
+        """Let go of the slab; tensors of this rank stay usable."""
         self._slab.close()
 
     def _check_usable(self) -> None:
-        if self._closed:
-            raise IrisError("this iris context is closed", help="create one with iris.iris()")
+        self._world.board.check_usable()
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise IrisError(
                 "the heap cannot allocate while a CUDA graph is captured",

@@ -58,6 +58,7 @@ class Recovery:
             except iris.TimeoutError:
                 ctx.reset()                     # on every rank
         """
+        self._board.check_open()
         if self._board.page.state != LOST:
             self.watch.abort("ctx.reset() was called")  # this rank's kernels may be waiting
         if self.device.type == "cuda":

@@ -38,7 +38,7 @@ class Segment:
     Example::
 
         segment = Segment.create(1 << 20, "heap")
-        peer_view = Segment.open(segment.address)     # usually in another process
+        peer_view = Segment.open(segment.address, "rank 0")     # usually in another process
     """
 
     def __init__(self, memory: mmap.mmap, address: Address, fd: int | None) -> None:
@@ -64,24 +64,27 @@ class Segment:
         return cls(memory, Address(os.getpid(), fd, nbytes, secret), fd)
 
     @classmethod
-    def open(cls, address: Address) -> "Segment":
-        """Return a peer's segment, mapped here.
+    def open(cls, address: Address, owner: str) -> "Segment":
+        """Return a peer's segment, mapped here; messages call the peer ``owner``.
 
         Raises ``PeerError`` when it is gone or not what ``address`` says.
         """
+        name = f"{owner} (pid {address.pid})"
         path = f"/proc/{address.pid}/fd/{address.fd}"
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise PeerError(f"{name} has ended, and its shared memory with it") from error
         except OSError as error:
             raise PeerError(
-                f"cannot open shared memory of process {address.pid}: {error.strerror}",
+                f"cannot open shared memory of {name}: {error.strerror}",
                 help="ranks must run on one host, as one user, in one process namespace",
             ) from error
         try:
             if os.fstat(fd).st_uid != os.geteuid():
-                raise PeerError(f"shared memory of process {address.pid} belongs to another user")
+                raise PeerError(f"shared memory of {name} belongs to another user")
             if os.pread(fd, _SECRET_BYTES, address.nbytes) != address.secret:
-                raise PeerError(f"process {address.pid} is not the peer that was announced")
+                raise PeerError(f"{name} is not the process that was announced")
             return cls(mmap.mmap(fd, address.nbytes + _SECRET_BYTES), address, None)
         finally:
             os.close(fd)

@@ -38,7 +38,7 @@ class SharedMemory:
     @classmethod
     def open(cls, address: Address) -> "SharedMemory":
         """Map the controller's memory. Raises ``PeerError`` when it is gone."""
-        return cls(Segment.open(address))
+        return cls(Segment.open(address, "the controller"))
 
     def tensor(
         self,

@@ -57,7 +57,8 @@ class SharedSlab:
         segments = []
         for index, address in enumerate(world.exchange_object("share the heap", own.address)):
             assert isinstance(address, Address)
-            segments.append(own if index == world.index else Segment.open(address))
+            peer = f"rank {world.ranks[index]}"
+            segments.append(own if index == world.index else Segment.open(address, peer))
         world.sync(0, "map the heaps")
         own.seal()
         return cls(segments, nbytes)

@@ -4,7 +4,8 @@ NOTE [Zygote]
 Importing torch takes seconds; forking a process that has used CUDA, OpenMP or threads is not
 safe. So a helper process imports torch and iris, does nothing else, and forks a rank when the
 launcher asks. It hears the launcher through a socket pair: when the launcher ends in any way,
-even by ``kill -9``, the socket closes and the zygote exits; ranks ask the kernel to be killed
+even by ``kill -9``, the socket closes and the zygote exits (a fork of the launcher may keep the
+socket open: so it also looks now and then whose child it is); ranks ask the kernel to be killed
 with the zygote (``PR_SET_PDEATHSIG``). Descriptors of the rank travel with the request, so ranks
 write to the launcher's present stdout.
 """
@@ -14,6 +15,7 @@ import functools
 import gc
 import importlib
 import os
+import select
 import signal
 import socket
 import struct
@@ -30,6 +32,7 @@ _FORK, _REAP = b"fork", b"reap"
 _REQUEST = struct.Struct("<4sqq")  # verb, number of the request, process id
 _REPLY = struct.Struct("<qqq")  # number of the request, value, errno
 _RUNNING = -1
+_LOOK_SECONDS = 1.0
 # What programs need and `import iris` leaves out: slow to import, so done once, before the forks.
 _PRELOADED = ("iris.spmd.program", "iris.spmd.stages", "torch.distributed.tensor")
 
@@ -52,7 +55,7 @@ class Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         code = (
             f"import sys; sys.path[:] = {[str(folder) for folder in sys.path]!r}\n"
-            f"from iris.runtime.zygote import serve; serve({theirs.fileno()})"
+            f"from iris.runtime.zygote import serve; serve({theirs.fileno()}, {os.getpid()})"
         )
         with theirs:
             process = subprocess.Popen(
@@ -104,11 +107,12 @@ def zygote() -> Zygote:
     It is kept for the life of the launcher because starting one takes seconds.
     """
     names = sorted(name for name in os.environ if name.startswith(_READ_AT_IMPORT))
-    return _started(tuple((name, os.environ[name]) for name in names), tuple(sys.path))
+    env = tuple((name, os.environ[name]) for name in names)
+    return _started(os.getpid(), env, tuple(sys.path))
 
 
 @functools.lru_cache(maxsize=1)
-def _started(env: tuple[tuple[str, str], ...], path: tuple[str, ...]) -> Zygote:
+def _started(pid: int, env: tuple[tuple[str, str], ...], path: tuple[str, ...]) -> Zygote:
     return Zygote.start()
 
 
@@ -121,8 +125,19 @@ def _hang_up(control: socket.socket, process: "subprocess.Popen[bytes]") -> None
         process.wait()
 
 
-def serve(fd: int) -> None:
-    """Main of the zygote: import once, then fork ranks until the launcher hangs up."""
+def _hear(control: socket.socket, launcher: int) -> tuple[bytes, list[int]]:
+    """Return the launcher's next request; end the process when there is no launcher any more."""
+    while not select.select([control], [], [], _LOOK_SECONDS)[0]:
+        if os.getppid() != launcher:
+            os._exit(0)
+    message, descriptors, _, _ = socket.recv_fds(control, 64, 8)
+    if not message:
+        os._exit(0)
+    return message, descriptors
+
+
+def serve(fd: int, launcher: int) -> None:
+    """Main of the zygote: import once, then fork ranks until the launcher hangs up or ends."""
     from iris.runtime import worker
 
     for name in _PRELOADED:
@@ -134,9 +149,7 @@ def serve(fd: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     control = socket.socket(fileno=fd)
     while True:
-        message, descriptors, _, _ = socket.recv_fds(control, 64, 8)
-        if not message:
-            os._exit(0)
+        message, descriptors = _hear(control, launcher)
         verb, number, child = _REQUEST.unpack(message)
         if verb == _REAP:
             found, status = os.waitpid(child, os.WNOHANG)

@@ -55,8 +55,6 @@ def test_without_copy_engine(ctx):
     for method in (ctx.put, ctx.put_tile, ctx.put_tiles, ctx.quiet):
         with pytest.raises(RuntimeError, match="needs the copy engine, which is disabled"):
             method(ctx.zeros(1), 0, 0, 0) if method != ctx.quiet else method()
-    with pytest.raises(ConfigError, match="'rdma' is not allowed"):
-        iris(1 << 20, engines="rdma")
 
 
 def test_current_context():
@@ -72,17 +70,75 @@ def test_current_context():
     assert current_or_none() is None
 
 
-def test_a_closed_context_says_so():
+USES = {
+    "zeros": lambda ctx, x: ctx.zeros(3),
+    "out=": lambda ctx, x: ctx.zeros(4, out=x),
+    "as_symmetric": lambda ctx, x: ctx.as_symmetric(x),
+    "allocate_symmetric": lambda ctx, x: ctx.allocate_symmetric(3),
+    "peer_tensor": lambda ctx, x: ctx.heap.peer_tensor(x, 0),
+    "barrier": lambda ctx, x: ctx.barrier(),
+    "device_barrier": lambda ctx, x: ctx.device_barrier(),
+    "broadcast": lambda ctx, x: ctx.broadcast(1),
+    "heap_bases": lambda ctx, x: ctx.get_heap_bases(),
+    "device_context": lambda ctx, x: ctx.get_device_context(),
+    "reset": lambda ctx, x: ctx.reset(),
+    "iris": lambda ctx, x: iris(1 << 20),
+}
+
+
+def _closed():
     ctx = iris(1 << 20)
+    x = ctx.ones(4)
+    ctx.device_barrier()
     ctx.close()
     ctx.close()
-    with pytest.raises(IrisError, match="this iris context is closed"):
-        ctx.zeros(3)
+    for name, use in USES.items():
+        if name != "iris":
+            with pytest.raises(IrisError) as caught:
+                use(ctx, x)
+            assert str(caught.value) == (
+                "this iris context is closed\nhelp: create one with iris.iris()"
+            ), name
+    return x.tolist()
 
 
-def test_a_bad_heap_size_is_refused():
-    with pytest.raises(ConfigError, match="heap_size=0 must be a number of bytes above 0"):
-        iris(0)
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_closed_context_says_so(ranks, world):
+    assert ranks(world).run(_closed) == [[1] * 4] * world
+
+
+@pytest.mark.parametrize(
+    "size", [0, -1, 1.5, float("nan"), float("inf"), 2**62 + 1, "1", None], ids=repr
+)
+def test_a_bad_heap_size_is_refused(size):
+    with pytest.raises(ConfigError) as caught:
+        iris(size)
+    assert str(caught.value) == (
+        f"heap_size={size!r} must be a whole number of bytes, from 1 to 2**62"
+    )
+
+
+@pytest.mark.parametrize("engines", ["rdma", ("sdma", "x"), None, ""], ids=repr)
+def test_bad_engines_are_refused(engines):
+    with pytest.raises(ConfigError) as caught:
+        iris(1 << 20, engines=engines)
+    assert str(caught.value) == f"engines={engines!r} is not allowed\nhelp: use () or ('sdma',)"
+
+
+def test_arguments_that_are_no_stream_or_group(ctx):
+    with pytest.raises(IrisError) as caught:
+        ctx.barrier([0])
+    assert str(caught.value) == (
+        "barrier: stream=[0] is not a stream\nhelp: name ranks as barrier(group=...)"
+    )
+    for group in (0, "0", [0.5]):
+        for call in (ctx.barrier, ctx.device_barrier):
+            with pytest.raises(IrisError) as caught:
+                call(group=group)
+            assert str(caught.value) == (
+                f"group={group!r} is not a group of this rank\n"
+                "help: use global ranks, as in group=[0, 2], or a ProcessGroup that this rank is in"
+            )
 
 
 def test_an_unknown_allocator_lists_the_good_ones(monkeypatch):
@@ -161,6 +217,14 @@ class TestLogging:
             "[Iris] [0/1] Failed",
         ]
 
+    def test_a_bad_level_lists_the_good_ones(self):
+        with pytest.raises(ConfigError) as caught:
+            set_logger_level("loud")
+        assert str(caught.value) == (
+            "level='loud' is not allowed\n"
+            "help: use iris.DEBUG, iris.INFO, iris.WARNING or iris.ERROR"
+        )
+
     def test_topics_are_shown(self, capsys, monkeypatch):
         monkeypatch.setattr(logging.getLogger(), "handlers", [])
         monkeypatch.setenv("IRIS_LOG", "heap")
@@ -209,8 +273,12 @@ class TestDoBench:
     def test_bad_arguments(self):
         with pytest.raises(ConfigError, match="help: use one of: mean, min, max, median, all"):
             do_bench(lambda: None, return_mode="average")
-        with pytest.raises(ConfigError, match="n_repeat=0 must be 1 or more"):
+        with pytest.raises(ConfigError, match="n_repeat=0 must be 1 or more, and whole"):
             do_bench(lambda: None, n_repeat=0)
+        with pytest.raises(ConfigError, match=r"n_warmup=0\.5 must be 0 or more, and whole"):
+            do_bench(lambda: None, n_warmup=0.5)
+        with pytest.raises(ConfigError, match=r"quantiles=\[50\] must be numbers from 0 to 1"):
+            do_bench(lambda: None, quantiles=[50])
 
 
 def test_broadcast_of_one_rank(ctx):
@@ -218,13 +286,14 @@ def test_broadcast_of_one_rank(ctx):
     assert isinstance(ctx.broadcast(torch.zeros(2)), np.ndarray)
 
 
-def test_a_fork_of_the_process_is_refused(ctx):
+def _in_a_fork(use):
+    """Return what ``use`` raises in a forked process, and that process's id."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
+        text = "allowed"
         try:
-            ctx.zeros(3)
-            text = "allowed"
+            use()
         except IrisError as error:
             text = str(error)
         os.write(writer, text.encode())
@@ -233,12 +302,28 @@ def test_a_fork_of_the_process_is_refused(ctx):
     text = os.read(reader, 1000).decode()
     os.close(reader)
     os.close(writer)
-    assert text == (
-        f"this iris context belongs to process {os.getpid()}, and this is a fork of it "
-        f"(process {pid})\n"
-        "help: start ranks with iris.launch or torchrun; fork helpers before iris.iris()"
-    )
-    assert ctx.zeros(3).tolist() == [0, 0, 0]
+    return text, pid
+
+
+def _forks():
+    ctx = iris(1 << 20)
+    x = ctx.ones(4)
+    for name, use in USES.items():
+        text, pid = _in_a_fork(lambda use=use: use(ctx, x))
+        assert text == (
+            f"this iris context belongs to process {os.getpid()}, and this is a fork of it "
+            f"(process {pid})\n"
+            "help: start ranks with iris.launch or torchrun; fork helpers before iris.iris()"
+        ), name
+    for use in (ctx.close, lambda: ctx.fail("in a fork"), lambda: ctx.__exit__(None, None, None)):
+        assert _in_a_fork(use)[0] == "allowed"  # and does nothing
+    ctx.barrier()
+    return ctx.zeros(3).tolist()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_fork_of_the_process_is_refused(ranks, world):
+    assert ranks(world).run(_forks) == [[0, 0, 0]] * world
 
 
 def _device_barriers():

@@ -3,31 +3,16 @@
 import pytest
 import torch
 
-from iris.errors import UnsupportedError
+from iris.errors import CollectiveMismatchError, IrisError, UnsupportedError
 from iris.runtime.context import iris
 from iris.runtime.providers import Provider, TorchSymmetricMemory
 
 pytestmark = pytest.mark.ranks
 
-DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-]
+# All that a strided tensor can have; "quantised" ones are another kind.
+DTYPES = sorted(
+    {d for d in vars(torch).values() if isinstance(d, torch.dtype) and "q" not in str(d)}, key=str
+)
 CALLS = {
     "zeros": (1000,),
     "ones": (10, 100),
@@ -54,18 +39,38 @@ def _outcome(make, *args, **options):
         return type(error)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", CALLS)
-def test_every_dtype_equals_torch(ctx, name, dtype):
-    expected = _outcome(getattr(torch, name), *CALLS[name], dtype=dtype, device=ctx.device)
-    found = _outcome(getattr(ctx, name), *CALLS[name], dtype=dtype)
+def _same(found, expected):
+    """Equal in dtype, shape and bits, or refused by both."""
     if isinstance(expected, type):
-        assert isinstance(found, type)  # refused, as torch does
-        return
-    assert found.dtype == dtype
-    assert found.shape == expected.shape
-    assert ctx.is_symmetric(found)
-    assert found.view(torch.uint8).equal(expected.view(torch.uint8))
+        return isinstance(found, type)
+    same = (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    return same and found.view(torch.uint8).equal(expected.view(torch.uint8))
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_equals_torch(ctx, dtype):
+    for name, args in CALLS.items():
+        expected = _outcome(getattr(torch, name), *args, dtype=dtype, device=ctx.device)
+        found = _outcome(getattr(ctx, name), *args, dtype=dtype)
+        assert _same(found, expected), name
+        assert isinstance(found, type) or ctx.is_symmetric(found)
+    like = torch.ones(2, 3, device=ctx.device)
+    expected = _outcome(torch.zeros_like, like, dtype=dtype)
+    assert _same(_outcome(ctx.zeros_like, like, dtype=dtype), expected)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_out_of_every_method_and_dtype_equals_torch(ctx, dtype):
+    for name, args in CALLS.items():
+        shape = getattr(torch, name)(*args, device="meta").shape
+        expected = torch.empty(shape, dtype=dtype, device=ctx.device)
+        found = ctx.empty(shape, dtype=dtype)
+        wanted = _outcome(getattr(torch, name), *args, out=expected)
+        got = _outcome(getattr(ctx, name), *args, out=found)
+        assert isinstance(wanted, type) == isinstance(got, type), name
+        assert isinstance(wanted, type) or (got is found and _same(found, expected)), name
 
 
 @pytest.mark.parametrize(
@@ -121,6 +126,44 @@ def test_out_receives_the_result(ctx):
     assert out.tolist() == [0, 1, 2, 3, 4]
     assert ctx.full((5,), 9, out=out) is out
     assert out.tolist() == [9] * 5
+
+
+def test_out_that_does_not_fit_is_refused(ctx):
+    x = ctx.ones(4)
+    for out, given in (
+        (torch.ones(3), "torch.float32 of shape (3,), elsewhere"),
+        (x, "torch.float32 of shape (4,)"),
+        (x[:3].view(torch.int32), "torch.int32 of shape (3,)"),
+        (torch.ones(3).numpy(), "ndarray"),
+        ("x", "str"),
+    ):
+        with pytest.raises(IrisError) as caught:
+            ctx.rand(3, dtype=torch.float32, out=out)
+        assert str(caught.value) == (
+            "out= must be a torch.float32 tensor of shape (3,) on the heap, "
+            f"and is {given}\nhelp: create it with ctx.empty(...)"
+        )
+    assert x.tolist() == [1] * 4
+
+
+def test_out_keeps_its_gradient_and_its_strides(ctx):
+    weight = ctx.ones(4, requires_grad=True)
+    with torch.no_grad():
+        ctx.full((2,), 5, out=weight[::2])
+        ctx.empty(4, out=weight)
+    assert weight.requires_grad
+    assert weight.tolist() == [5, 1, 5, 1]
+
+
+def test_where_and_how_a_tensor_lies(ctx):
+    assert ctx.zeros(2, device=torch.device(ctx.device.type, ctx.get_device_id())).shape == (2,)
+    with pytest.raises(IrisError, match="device='meta', but the heap of this rank is on"):
+        ctx.zeros(2, device="meta")
+    sparse = torch.ones(3).to_sparse()
+    for make in (lambda: ctx.zeros(2, layout=torch.sparse_coo), lambda: ctx.as_symmetric(sparse)):
+        with pytest.raises(IrisError, match=r"the heap has no torch\.sparse_coo tensors"):
+            make()
+    assert not any(ctx.is_symmetric(x) for x in (sparse, torch.ones(3).numpy(), None))
 
 
 def test_like_keeps_strides(ctx):
@@ -180,6 +223,36 @@ def _peers():
     assert peers.tolist() == [base + offset for base in bases]
     # Each rank draws for itself.
     return [int(ctx.heap.peer_tensor(tensor, r)[5]) for r in range(3)], ctx.randn(4).tolist()
+
+
+def _table_of_a_group():
+    """A peer table of ranks 2 and 0, while rank 1 does something else."""
+    ctx = iris(1 << 20)
+    if ctx.cur_rank == 1:
+        ctx.barrier()
+        return None
+    tensor, peers = ctx.allocate_symmetric(50, dtype=torch.int32, group=[2, 0])
+    tensor.fill_(ctx.cur_rank + 1)
+    ctx.barrier(group=[2, 0])
+    place = [2, 0].index(ctx.cur_rank)
+    assert int(peers[place]) == tensor.data_ptr()
+    there = ctx.heap.find(tensor)[0].peer(1 - place).view(torch.int32)
+    assert int(peers[1 - place]) == there.data_ptr()
+    found = len(peers), int(there[7])
+    with pytest.raises(CollectiveMismatchError) as caught:
+        ctx.allocate_symmetric(50 + place, dtype=torch.int8, group=[2, 0])
+    ctx.barrier()
+    return found, str(caught.value)
+
+
+def test_a_group_allocates_without_the_others(ranks):
+    (first, text), nothing, (third, same) = ranks(3).run(_table_of_a_group)
+    assert (first, nothing, third) == ((2, 3), None, (2, 1))
+    assert text == same
+    lines = text.splitlines()
+    assert lines[0] == "ranks of one group allocate different sizes"
+    assert lines[1].startswith("  rank 2: 50 bytes at test_runtime_creation.py:")
+    assert lines[2].startswith("  rank 0: 51 bytes at test_runtime_creation.py:")
 
 
 def test_peer_tables_point_to_the_same_tensor(ranks):

@@ -1,7 +1,6 @@
 """The launcher: results, every kind of failure, and nothing left behind."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from iris.errors import ConfigError, LaunchError, PeerError
 from iris.runtime.context import iris
@@ -147,37 +147,16 @@ def test_a_result_that_cannot_travel_is_reported():
         launch(lambda: (n for n in range(3)), 1, timeout=LIMIT)
 
 
-@pytest.mark.parametrize("when", ["before iris.iris()", "at the first allocation"])
-def test_a_rank_that_is_lost_in_start_up_is_named(when):
-    def start():
-        if os.environ["RANK"] == "1" and when == "before iris.iris()":
-            os._exit(9)
-        ctx = iris(1 << 20)
-        if ctx.cur_rank == 1:
-            os._exit(9)
-        ctx.zeros(10)
-
-    started = time.monotonic()
-    with pytest.raises(LaunchError) as caught:
-        launch(start, 3, timeout=LIMIT)
-    assert time.monotonic() - started < 15
-    text = str(caught.value)
-    assert "rank 1: exited with status 9 before it returned" in text
-    assert text.count("PeerError: rank 1") >= 2
+def _tensors():
+    ones = torch.ones(3)
+    return [ones.to(torch.float8_e5m2), ones.to(torch.uint32), ones.to(torch.bfloat16)[::2]]
 
 
-def test_a_rank_that_never_starts_is_named():
-    def start():
-        if os.environ["RANK"] != "1":
-            iris(1 << 20)
-        else:
-            time.sleep(3)
-
-    with pytest.raises(LaunchError) as caught:
-        launch(start, 3, timeout=LIMIT, env={"IRIS_TIMEOUT": "1"})
-    # Either of the two may run out first.
-    named = r"TimeoutError: iris\.iris: rank [02] waited 1\.\d s for rank 1 of 3"
-    assert re.search(named, str(caught.value))
+def test_tensors_of_every_dtype_travel():
+    for results in launch(_tensors, 2, timeout=LIMIT):
+        for found, expected in zip(results, _tensors(), strict=True):
+            assert (found.dtype, found.stride()) == (expected.dtype, expected.stride())
+            assert found.tolist() == expected.tolist()
 
 
 def test_a_rank_that_returns_early_is_named():
@@ -310,6 +289,54 @@ def test_killing_the_launcher_leaves_nothing():
     job.communicate()
     assert _leftovers() <= before
     assert launch(_where, 2, timeout=LIMIT)[1][:2] == (1, 2)
+
+
+WITH_A_FORK = """
+import os, sys, time
+from iris.runtime.launch import launch
+
+launch(int, 1)  # starts what forks ranks
+if os.fork() == 0:
+    time.sleep(30)
+    os._exit(0)
+launch(lambda: [os.write(1, f"{os.getpid()}\\n".encode()), time.sleep(1000)], 2)
+"""
+
+
+def test_a_fork_of_a_killed_launcher_keeps_no_rank():
+    job = _python(WITH_A_FORK)
+    pids = [int(job.stdout.readline()) for _ in range(2)]
+    (helper,) = set(_children(job.pid)) - {*pids, *_parents(pids)}
+    job.kill()
+    try:
+        assert _gone(pids)
+        assert _is_alive(helper)
+    finally:
+        os.kill(helper, signal.SIGKILL)
+    job.communicate()
+
+
+def _parents(pids):
+    stats = [Path(f"/proc/{pid}/stat").read_text() for pid in pids]
+    return {int(stat.rpartition(")")[2].split()[1]) for stat in stats}
+
+
+IN_A_FORK = """
+import os
+from iris.runtime.launch import launch
+
+launch(int, 1)
+child = os.fork()
+for turn in range(5):
+    assert launch(lambda: (child, turn), 2) == [(child, turn)] * 2
+if child == 0:
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_process_and_its_fork_launch_side_by_side():
+    _finish(_python(IN_A_FORK))
 
 
 def test_killing_a_rank_ends_the_job():
