@@ -35,6 +35,9 @@ DEVICE = -1  # the channel of what kernels ask for
 Key = tuple[int, int]  # peer, channel
 Check = Callable[[], None]
 
+# Priorities of streams. Each has hardware queues of its own; torch's streams go down to -3, and
+# one of them may have a kernel that waits for a copy.
+_COPIES, _URGENT = -4, -5
 _SPINS = 50
 _FLYING = 512  # operations on a stream at a time: streams hold 1024 on the GPUs that were tried
 _PAUSE_SECONDS = 2e-5
@@ -248,8 +251,7 @@ class StreamLanes(Lanes):
         self._flying_lock = threading.Lock()
         self._wait_kernel, self._signal_kernel = wait_kernel, signal_kernel
         self._watch = ctx.watch
-        # For what must not queue behind copies; of another priority, so in queues of its own.
-        self._urgent = self._new_stream(-2)
+        self._urgent = self._new_stream(_URGENT)  # for what must not queue behind copies
         self._seen = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         self._seen_lock = threading.Lock()
         self.needs_no_unit = False
@@ -376,7 +378,7 @@ class StreamLanes(Lanes):
 
     def _stream(self, key: Key) -> torch.cuda.Stream:
         if key not in self._streams:
-            self._streams[key] = self._new_stream(-1)
+            self._streams[key] = self._new_stream(_COPIES)
         return self._streams[key]
 
     def _new_stream(self, priority: int) -> torch.cuda.Stream:

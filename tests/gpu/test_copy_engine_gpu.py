@@ -157,6 +157,33 @@ def bounded_in_a_graph():
         ctx.barrier()
 
 
+def on_many_streams():
+    """Kernels that wait for copies, on more streams than there are hardware queues."""
+    ctx = iris.iris(1 << 22, engines=("sdma",))
+    rank, world = ctx.cur_rank, ctx.num_ranks
+    right, left = (rank + 1) % world, (rank - 1) % world
+    streams = [torch.cuda.Stream(priority=level) for level in (0, -1) for _ in range(16)]
+    x, out = ctx.zeros(2, len(streams), 256, dtype=torch.int32)
+    flag = ctx.zeros(1, dtype=torch.int64)
+    place = flag, ctx.get_heap_bases(), ctx.get_copy_engine_ctx(), rank, right
+    on_device.loaded(ctx, ask, x[0], out[0], *place, N=256)
+    numbers = torch.arange(x.numel(), dtype=torch.int32).view(x.shape)
+    for turn in range(3):
+        x.copy_(numbers * 3 + 100 * turn + rank)
+        ctx.barrier()
+        iris.testing.delay(turn if turn == 1 else -1)
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                ask[(1,)](x[i], out[i], *place, N=256)
+        ctx.barrier()
+        assert torch.equal(out.cpu(), numbers * 3 + 100 * turn + left)
+        assert flag.tolist() == [len(streams) * (turn + 1)]
+
+
+def test_kernels_wait_for_copies_on_many_streams(ranks):
+    ranks(2).run(on_many_streams)
+
+
 def captured_too_early():
     """What waits on a channel would get into a graph: another channel has to be used."""
     ctx = iris.iris(1 << 20, engines=("sdma",))
