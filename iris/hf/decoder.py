@@ -3,6 +3,7 @@
 """
 
 import inspect
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from iris.errors import UnsupportedError
 from iris.nn.attention import KVCache
+from iris.runtime.context import current
 from iris.spmd.binding import tensor_key
 from iris.spmd.collectives import all_gather
 from iris.spmd.decorator import spmd
+from iris.spmd.mesh import ProgramMesh
 from iris.spmd.statics import SIMPLE, static_key, submodules
 
 # How this version of transformers calls the cache, among arguments and results.
@@ -199,6 +202,8 @@ def forward(
     known = _own_cache(past_key_values if cache is None else cache)
     batch, rows = input_ids.shape
     start = known.get_seq_length()
+    if start == 0 or input_ids.device.type == "cpu":  # on a GPU a step must not wait for the host
+        _agree(self, input_ids)
     padded = rows if rows == 1 else max(SHORTEST, 1 << (rows - 1).bit_length())
     if position_ids is None:
         position_ids = torch.arange(start, start + rows, device=input_ids.device)
@@ -215,6 +220,18 @@ def forward(
         known.append(new, rows)
     given: Any = {CACHE: None if use_cache is False else known}
     return CausalLMOutputWithPast(logits=logits[:, :rows], **given)
+
+
+def _agree(model: Any, ids: Tensor) -> None:
+    """CollectiveMismatchError on all ranks where they were not given the same tokens."""
+    embed = model.model.embed_tokens
+    where = ProgramMesh.world(embed.axis) if embed.mesh is None else ProgramMesh.of(embed.mesh)
+    group = current().group(where.members((embed.axis,)))
+    if group.size > 1:
+        tokens = ids.tolist()
+        number, shown = zlib.crc32(str(tokens).encode()), str(tokens[0][-8:])
+        what = f"{type(model).__name__} on {ids.shape[0]}x{ids.shape[1]} tokens ending in {shown}"
+        group.sync(number, f"{what} ({number:08x})")
 
 
 def _own_cache(cache: Cache | None) -> HeldCache:

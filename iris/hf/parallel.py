@@ -54,7 +54,8 @@ def parallelize(
     Args:
         model: a ``LlamaForCausalLM``, or one of the Mistral, Qwen2, Qwen3, SmolLM3 or Gemma kind.
             It may be on the device "meta", with ``weights``.
-        mesh: a mesh with the axis ``axis``; None is all ranks.
+        mesh: a mesh with the axis ``axis``; None is all ranks. Along other axes the model is whole
+            again, and each may be given prompts of its own.
         plan: how linear layers are split, ``{"layers.*.mlp.up_proj": "colwise"}``, as a
             ``tp_plan`` of transformers; "auto" is the model's own, or where it has none, what its
             form asks for. Attention goes by groups of heads, feed-forward by hidden features, both
@@ -71,6 +72,8 @@ def parallelize(
     from iris.hf import decoder
 
     kinds = decoder.Kinds.find(model)
+    if mesh is not None and axis in (mesh.mesh_dim_names or ()):
+        mesh = mesh[axis]
     with torch.no_grad():
         _Cutter(model, axis, mesh, weights).run()
     layers: Any = model.get_submodule("model.layers")

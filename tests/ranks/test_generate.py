@@ -3,6 +3,7 @@ whatever does not.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -142,6 +143,41 @@ def test_sampling_beams_and_caches_across_calls(ranks):
     for sampled, beams in ranks(2).run(run, ids, True, timeout=110):
         check([[sampled]], [expected[0]])
         assert torch.equal(beams, expected[1])
+
+
+def test_ranks_with_other_prompts_are_told(ranks):
+    def run():
+        ctx = iris.iris(1 << 24)
+        model = iris.parallelize(tiny("llama"))
+        with pytest.raises(iris.CollectiveMismatchError) as error:
+            model.generate(torch.tensor([[3, 4 + ctx.cur_rank]]), max_new_tokens=2)
+        return re.sub(r"\(\w+\)", "(NUMBER)", str(error.value))
+
+    assert (
+        ranks(2).run(run)
+        == [
+            "ranks of one group are in different calls\n"
+            "  rank 0: LlamaForCausalLM on 1x2 tokens ending in [3, 4] (NUMBER)\n"
+            "  rank 1: LlamaForCausalLM on 1x2 tokens ending in [3, 5] (NUMBER)\n"
+            "help: every rank of a group must make the same calls, with the same shapes and dtypes"
+        ]
+        * 2
+    )
+
+
+@pytest.mark.slow
+def test_pairs_of_ranks_have_prompts_of_their_own(ranks):
+    """A mesh of two axes: each pair has the whole model, and its own batch."""
+    ids = prompts()[3][0][:, :20]
+
+    def run(ids):
+        ctx = iris.iris(1 << 24)
+        model = iris.parallelize(tiny("llama", 4, 2), iris.mesh((2, 2), ("dp", "tp")))
+        return [ask(model, ids[ctx.cur_rank // 2 :][:1])]
+
+    alone = [ask(tiny("llama", 4, 2), ids[pair:][:1]) for pair in range(2)]
+    for rank, found in enumerate(ranks(4).run(run, ids, timeout=110)):
+        check([found], [alone[rank // 2]])
 
 
 def test_explain_counts_every_collective(ranks):
