@@ -73,49 +73,44 @@ def after_sum(case, y, extra):
     return (y, NORMS[case.norm](y, extra["weight"])) if case.norm else y
 
 
-def gather(case):
-    def program(x, ws, scales, extra):
-        g = iris.all_gather(x, "tp", dim=case.dim + case.batched)
-        ys = [result(case, product(case, g, w, scales), i, extra) for i, w in enumerate(ws)]
-        if case.weights == 2 and case.residual:
-            ys = [F.silu(ys[0]) * ys[1]]  # a pair that shares an epilogue
-        return (*ys, g) if case.again else tuple(ys)
-
-    return program
+def before(case, x, ws, scales, extra):
+    """What is communicated."""
+    if case.kind in ("gather", "norm"):
+        return x
+    y = product(case, x, ws[0], scales)
+    return result(case, y, 0, extra) if case.kind == "send" else LINEAR[case.epilogue](y)
 
 
-def scatter(case):
-    def program(x, ws, scales, extra):
-        y = LINEAR[case.epilogue](product(case, x, ws[0], scales))
-        return iris.reduce_scatter(y, "tp", dim=case.dim + case.batched)
-
-    return program
-
-
-def reduce(case):
-    def program(x, ws, scales, extra):
-        y = LINEAR[case.epilogue](product(case, x, ws[0], scales))
-        return after_sum(case, iris.all_reduce(y, "tp"), extra)
-
-    return program
+def after(case, y, ws, scales, extra):
+    """What becomes of what was communicated."""
+    if case.kind in ("reduce", "norm"):
+        return after_sum(case, y, extra)
+    if case.kind != "gather":
+        return y
+    ys = [result(case, product(case, y, w, scales), i, extra) for i, w in enumerate(ws)]
+    if case.weights == 2 and case.residual:
+        ys = [F.silu(ys[0]) * ys[1]]  # a pair that shares an epilogue
+    return (*ys, y) if case.again else tuple(ys)
 
 
-def send(case):
-    def program(x, ws, scales, extra):
-        y = result(case, product(case, x, ws[0], scales), 0, extra)
-        return iris.all_gather(y, "tp", dim=case.dim + case.batched)
+def program(case):
+    """The case as a user writes it."""
+    collective = COLLECTIVES[case.kind]
+    dim = {} if collective == "all_reduce" else {"dim": case.dim + case.batched}
 
-    return program
+    def run(x, ws, scales, extra):
+        y = getattr(iris, collective)(before(case, x, ws, scales, extra), "tp", **dim)
+        return after(case, y, ws, scales, extra)
 
-
-def norm(case):
-    def program(x, ws, scales, extra):
-        return after_sum(case, iris.all_reduce(x, "tp"), extra)
-
-    return program
+    return run
 
 
-KINDS = {"gather": gather, "scatter": scatter, "reduce": reduce, "send": send, "norm": norm}
+KINDS = ("gather", "scatter", "reduce", "send", "norm")
+COLLECTIVES = {
+    **dict.fromkeys(("gather", "send"), "all_gather"),
+    **dict.fromkeys(("reduce", "norm"), "all_reduce"),
+    "scatter": "reduce_scatter",
+}
 
 
 def specs(case):
@@ -200,28 +195,53 @@ def moved(value, device):
     return type(value)(moved(item, device) for item in value)
 
 
+def in_specs(case):
+    """Specs of all arguments of the program."""
+    of_x, of_w = specs(case)
+    if case.kind in ("gather", "send") and case.dim == (case.kind == "send"):
+        return of_x, of_w, P(), {"bias": P("tp"), "residual": P(), "weight": P()}
+    return of_x, of_w, P(), P()
+
+
+def expected(case, seed, exact, rank, world):
+    """What ``rank`` gets, computed by torch on the CPU from all ranks' operands."""
+    given = [operands(case, seed, exact, r, world) for r in range(world)]
+    parts = [before(case, *args) for args in given]
+    dim, kind = case.dim + case.batched, COLLECTIVES[case.kind]
+    if kind == "all_gather":
+        y = torch.cat([part.float() for part in parts], dim)  # torch.cat takes no fp8
+    else:
+        y = sum(part.double() for part in parts)
+    y = y.to(parts[0].dtype)
+    if kind == "reduce_scatter":
+        y = shard(y, P(*[None] * dim, "tp"), rank, world)
+    return tuple_of(after(case, y, *given[rank][1:]))
+
+
+def tuple_of(result):
+    return (result,) if torch.is_tensor(result) else tuple(result)
+
+
 def check(case, ctx, calls=3):
     """Run the case by kernels and by torch's ops, with exact values and then with floats."""
-    of_x, of_w = specs(case)
     config = iris.StageConfig(case.algorithm)
-    program, in_specs = KINDS[case.kind](case), (of_x, of_w, P(), P())
-    if case.kind in ("gather", "send") and case.dim == (case.kind == "send"):
-        in_specs = (of_x, of_w, P(), {"bias": P("tp"), "residual": P(), "weight": P()})
     fused, plain = (
-        iris.spmd(in_specs=in_specs, lowering=lowering, config=config)(program)
+        iris.spmd(in_specs=in_specs(case), lowering=lowering, config=config)(program(case))
         for lowering in ("triton", "torch")
     )
     runs = []
     for seed in range(calls):
         exact = seed % 3 < 2
         given = operands(case, seed, exact, ctx.cur_rank, ctx.num_ranks)
-        given = moved(given, ctx.device)
         if seed % 3 == 1:
             delay(ctx.num_ranks - 1, 0.01)
         runs.append((fused(*given), plain(*given), exact))
     for got, want, exact in runs:  # now that all ranks are through
-        compare(case, *((y,) if torch.is_tensor(y) else y for y in (got, want)), exact)
-    traced = fused.trace(*given)
-    return [
-        (row.stage, row.choice.algorithm, row.choice.why) for row in traced.lower().explain().rows
-    ]
+        compare(case, tuple_of(got), tuple_of(want), exact)
+    return ways_of(fused.trace(*given))
+
+
+def ways_of(traced):
+    """Stage, algorithm and reason of every stage of a program."""
+    rows = traced.lower().explain().rows
+    return [(row.stage, row.choice.algorithm, row.choice.why) for row in rows]

@@ -1,10 +1,30 @@
-"""Fused stages in programs on GPU ranks, captured and replayed, against torch's ops."""
+"""Fused stages in programs on GPU ranks, many in a row without a meeting, against the CPU.
+
+What is right comes from the CPU: loading a kernel of cuBLAS may wait behind a peer's kernel.
+"""
+
+import random
+from dataclasses import replace
 
 import pytest
 import torch
-from stage_programs import FP8, Case, check
+from stage_programs import (
+    FP8,
+    KINDS,
+    LINEAR,
+    POINTWISE,
+    Case,
+    compare,
+    expected,
+    in_specs,
+    moved,
+    operands,
+    program,
+    tuple_of,
+)
 
 import iris
+from iris.lower.kernels.config import GemmConfig
 from iris.testing import small_integers
 
 pytestmark = [
@@ -13,53 +33,137 @@ pytestmark = [
     pytest.mark.timeout(240),
 ]
 
-BF16 = torch.bfloat16
-CASES = {
-    "qkv, each with its bias": Case(
-        "gather", 520, 264, 512, BF16, weights=3, bias=True, linear=True
-    ),
-    "swiglu": Case("gather", 256, 512, 512, BF16, weights=2, residual=True),
-    "gathered columns": Case("gather", 200, 384, 1000, BF16, dim=1, epilogue="relu", again=True),
-    "fp8": Case("gather", 128, 256, 512, FP8, dim=0),
-    "fp8 gathered columns": Case("gather", 96, 256, 512, FP8, dim=1),
-    "fp8 scattered": Case("scatter", 136, 256, 512, FP8, dim=0),
-    "fp8 scattered columns": Case("scatter", 136, 256, 512, FP8, dim=1),
-    "fp8 summed": Case("reduce", 40, 256, 512, FP8),
-    "int8": Case("gather", 128, 256, 512, torch.int8),
-    "int8 summed": Case("reduce", 64, 256, 512, torch.int8),
-    "one-shot, norm": Case(
-        "reduce", 5, 4096, 512, BF16, bias=True, residual=True, norm="fused", algorithm="one-shot"
-    ),
-    "two-shot, norm": Case(
-        "reduce", 300, 1000, 512, BF16, residual=True, norm="written", algorithm="two-shot"
-    ),
-    "product, then sum and norm": Case(
-        "reduce", 8, 2048, 512, BF16, residual=True, norm="fused", algorithm="unfused"
-    ),
-    "sum and norm": Case("norm", 17, 4096, 1, BF16, residual=True, norm="written"),
-    "sent": Case("send", 300, 520, 264, torch.float16, bias=True, epilogue="gelu", linear=True),
+BF16, INT8 = torch.bfloat16, torch.int8
+# Small tiles: several of each stage here, some cut, and quick to compile.
+TILES = GemmConfig(64, 64, 64, 4, 3, pieces=1, copy=4096)
+N = K = 384  # over 2, 3, 4 and 8 ranks in multiples of 16, as products of bytes need them
+FUSED = [
+    Case("gather", 100, N, K, BF16, weights=3, bias=True, linear=True),
+    Case("gather", 136, N, K, BF16, weights=2, residual=True),  # SwiGLU
+    Case("gather", 9, N, K, BF16, epilogue="relu", again=True),  # ranks without rows
+    Case("gather", 72, N, 1000, BF16, dim=1, bias=True, again=True),
+    Case("gather", 100, N, K, FP8),
+    Case("gather", 96, N, K, FP8, dim=1),
+    Case("gather", 100, N, K, INT8),
+    Case("scatter", 100, N, K, BF16, epilogue="scale"),
+    Case("scatter", 5, N, K, BF16, linear=True),
+    Case("scatter", 72, N, K, FP8),
+    Case("scatter", 72, N, K, FP8, dim=1),
+    Case("scatter", 100, N, K, INT8),
+    Case("send", 100, N, 264, torch.float16, bias=True, epilogue="gelu", linear=True),
+    Case("send", 9, N, K, BF16, dim=1, epilogue="clamp"),
+    Case("send", 100, N, K, INT8),
+    Case("norm", 17, 4096, 1, BF16, residual=True, norm="written"),
+]
+REDUCED = [
+    Case("reduce", 5, 1000, K, BF16, bias=True, residual=True, norm="fused"),
+    Case("reduce", 100, N, K, BF16, residual=True, norm="written"),
+    Case("reduce", 40, N, K, FP8),
+    Case("reduce", 40, N, K, INT8),
+]
+SOAKS = {
+    "fused": FUSED,
+    "one-shot": REDUCED,
+    "two-shot": REDUCED,
+    "unfused": [Case("reduce", 8, 2048, 512, BF16, residual=True, norm="fused")],
 }
 
 
-def run_cases(names):
-    ctx = iris.iris(1 << 28)
-    found = {}
-    for name in names:
-        found[name] = check(CASES[name], ctx, calls=15)
-        torch.cuda.synchronize()
-        ctx.watch.check(synchronized=True)
-    return found
+def decorated(cases, algorithm, **options):
+    """All ``cases`` as one program: ranks share out the compiling of its kernels."""
+    runs = [program(case) for case in cases]
+    config = iris.StageConfig(algorithm, TILES)
+
+    @iris.spmd(
+        in_specs=([in_specs(case) for case in cases],), lowering="triton", config=config, **options
+    )
+    def stages(given):
+        return [run(*args) for run, args in zip(runs, given, strict=True)]
+
+    return stages
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("group", ["gather", "scatter", "reduce", "norm", "send"])
-def test_stages_in_programs(ranks, group, world):
-    names = [name for name, case in CASES.items() if case.kind == group]
-    for found in ranks(world).run(run_cases, names, timeout=200):
-        for name, rows in found.items():
-            way = CASES[name].algorithm
-            ways = {row[1] for row in rows}
-            assert way in ways or (way == "fused" and ways & {"one-shot", "two-shot"}), (name, rows)
+def operands_and_results(cases, ctx):
+    """Of three calls: operands on the GPU, right results on the CPU, whether they are exact."""
+    place = ctx.cur_rank, ctx.num_ranks
+    for seed in range(3):
+        exact = seed < 2
+        given = [operands(case, seed, exact, *place) for case in cases]
+        want = [expected(case, seed, exact, *place) for case in cases]
+        yield moved(given, ctx.device), want, exact
+
+
+def check_all(cases, results):
+    """Compare, when all calls are through."""
+    torch.cuda.synchronize()
+    iris.current().watch.check(synchronized=True)
+    for got, wants, exact in results:
+        for case, ours, want in zip(cases, got, wants, strict=True):
+            compare(case, moved(tuple_of(ours), "cpu"), want, exact)
+
+
+def soak(algorithm):
+    ctx, cases = iris.iris(1 << 28), SOAKS[algorithm]
+    data = list(operands_and_results(cases, ctx))
+    for replay, calls in ((False, 200), (True, 50)):
+        stages = decorated(cases, algorithm, replay=replay)
+        stages(data[0][0])
+        results, late = [], random.Random(calls)  # draws alike on all ranks
+        for call in range(calls):
+            given, want, exact = data[call % 3]
+            if late.randrange(2 * ctx.num_ranks) == ctx.cur_rank:
+                torch.cuda._sleep(300_000)
+            results.append((stages(given), want, exact))
+        check_all(cases, results)
+    return [row.choice.algorithm for row in stages.trace(given).lower().explain().rows]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("algorithm", SOAKS)
+def test_calls_and_replays_in_a_row(ranks, algorithm, world):
+    # ROCm/iris#226
+    for ways in ranks(world).run(soak, algorithm, timeout=200):
+        assert len(ways) == len(SOAKS[algorithm])
+        assert set(ways) == {algorithm}
+
+
+def random_cases(kind, aligned, rng):
+    """Cases of one form, whose kernels differ little, and of random sizes."""
+    form = Case(
+        kind,
+        *(0, 0, 0, rng.choice([BF16, torch.float16])),
+        dim=rng.randrange(2) if kind in ("gather", "scatter", "send") else 0,
+        layout=rng.choice(["rows", "columns", "strided"]) if kind != "norm" else "rows",
+        linear=rng.random() < 0.5 and kind != "norm",
+        weights=rng.randint(1, 3) if kind == "gather" else 1,
+        epilogue=rng.choice([*(POINTWISE if kind in ("gather", "send") else LINEAR)]),
+        bias=rng.random() < 0.5,
+        residual=rng.random() < 0.5,
+        norm="fused" if kind == "norm" else "",
+        algorithm=rng.choice(["one-shot", "two-shot"]) if kind == "reduce" else "fused",
+    )
+    sizes = range(144, 241, 48) if aligned else range(135, 250, 6)  # by 3: multiples of 16, or odd
+    for _ in range(6):
+        size = {"M": rng.randrange(200), "N": rng.choice(sizes), "K": rng.choice(sizes)}
+        yield replace(form, **size)
+
+
+def random_programs(kind):
+    ctx, rng = iris.iris(1 << 28), random.Random(kind)
+    for number in range(4):
+        for case in random_cases(kind, number % 2 == 0, rng):
+            stages, results = decorated([case], case.algorithm), []
+            for given, want, exact in operands_and_results([case], ctx):
+                results.append((stages(given), want, exact))
+            try:
+                check_all([case], results)
+            except AssertionError as error:
+                raise AssertionError(f"{case}: {error}") from None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_programs(ranks, kind):
+    ranks(3).run(random_programs, kind, timeout=200)
 
 
 def on_a_side_stream():
