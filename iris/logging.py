@@ -25,7 +25,8 @@ class _StderrHandler(logging.Handler):
     """Writes to the present ``sys.stderr``, and only where nobody else shows the record."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not logging.getLogger().handlers and sys.stderr is not None:
+        handlers = {*logging.getLogger().handlers, *logging.getLogger("iris").handlers}
+        if handlers == {self} and sys.stderr is not None:
             sys.stderr.write(self.format(record) + "\n")
 
 

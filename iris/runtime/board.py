@@ -230,7 +230,7 @@ class Board:
             return f"rank {rank} closed its context"
         return self.loss(rank)
 
-    def check_peers(self, what: str, late: bool) -> None:
+    def check_peers(self, what: str, late: bool = False) -> None:
         """Raise what is wrong with ranks that are to do ``what``, by their status; if ``late``,
         also where some have not begun.
         """

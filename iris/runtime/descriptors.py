@@ -1,6 +1,5 @@
 """Pass open files between the members of a group."""
 
-import builtins
 import os
 import secrets
 import socket
@@ -21,36 +20,38 @@ def exchange_descriptors(group: Group, what: str, mine: list[int]) -> list[list[
     other users.
     """
     name = f"\0iris-{secrets.token_hex(16)}"
-    received: list[list[int]] = [[] for _ in range(group.size)]
+    received: dict[int, list[int]] = {group.index: []}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.settimeout(config.timeout())
         server.bind(name)
         server.listen(group.size)
         names = group.exchange(what, name.encode())
         try:
-            peers = [_connect(n) for i, n in enumerate(names) if i != group.index]
-            for peer in peers:
-                for at in range(0, len(mine), _BATCH):
-                    socket.send_fds(peer, [struct.pack("i", group.index)], mine[at : at + _BATCH])
-                peer.close()
-            for _ in peers:
+            for index, peer in enumerate(names):
+                if index != group.index:
+                    _send(peer, group.index, mine)
+            for _ in names[1:]:
                 _receive(server.accept()[0], received)
-        except builtins.TimeoutError as error:
+        except OSError as error:
+            group.board.check_peers(what)
+            missing = [rank for index, rank in enumerate(group.ranks) if index not in received]
             raise TimeoutError(
-                f"{what}: a peer did not connect in {config.timeout():g} s"
+                f"{what}: rank {group.board.rank} has no answer of ranks {missing}: {error}",
+                help="see where they are, or raise IRIS_TIMEOUT if they are only slow",
             ) from error
-    return received
+    return [received[index] for index in range(group.size)]
 
 
-def _connect(name: bytes) -> socket.socket:
-    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    peer.settimeout(config.timeout())
-    peer.connect(name.decode())
-    _check_user(peer)
-    return peer
+def _send(name: bytes, index: int, mine: list[int]) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        peer.settimeout(config.timeout())
+        peer.connect(name.decode())
+        _check_user(peer)
+        for at in range(0, len(mine) or 1, _BATCH):
+            socket.send_fds(peer, [struct.pack("i", index)], mine[at : at + _BATCH])
 
 
-def _receive(peer: socket.socket, received: list[list[int]]) -> None:
+def _receive(peer: socket.socket, received: dict[int, list[int]]) -> None:
     with peer:
         peer.settimeout(config.timeout())
         _check_user(peer)
@@ -58,7 +59,7 @@ def _receive(peer: socket.socket, received: list[list[int]]) -> None:
             message, descriptors, _, _ = socket.recv_fds(peer, 64, _BATCH)
             if not message:
                 return
-            received[struct.unpack("i", message)[0]] += descriptors
+            received.setdefault(struct.unpack("i", message)[0], []).extend(descriptors)
 
 
 def _check_user(peer: socket.socket) -> None:

@@ -21,6 +21,7 @@ except ImportError:
     cuda = None
 
 _CHUNK_BYTES = 32 << 20
+_AT_ONCE = 32  # chunks shared at a time: open files are limited, often to 1024 a user in flight
 
 
 class VirtualSlab(DeviceSlab):
@@ -60,18 +61,25 @@ class VirtualSlab(DeviceSlab):
                 f"the GPU has no memory for {nbytes} more bytes of heap\n" + "\n".join(lines),
                 help="drop tensors, or free memory that torch caches with torch.cuda.empty_cache()",
             )
-        exported = own.export(mine)
-        received = exchange_descriptors(group, "grow the heap: share", exported)
-        for space, chunks, descriptors in zip(spaces, wanted, received, strict=True):
-            if space is not own:
-                space.map(chunks, descriptors)
-        for descriptor in (*exported, *(fd for fds in received for fd in fds)):
-            os.close(descriptor)
+        for at in range(0, max(map(len, wanted)), _AT_ONCE):
+            _share(group, spaces, [chunks[at : at + _AT_ONCE] for chunks in wanted])
         group.sync(0, "grow the heap: mapped")
 
     def close(self) -> None:
         super().close()
         self._spaces = ()
+
+
+def _share(group: Group, spaces: Sequence["_Space"], wanted: Sequence[range]) -> None:
+    """Map these chunks of each member's space into those of the others."""
+    own = spaces[group.index]
+    exported = own.export(wanted[group.index])
+    received = exchange_descriptors(group, "grow the heap: share", exported)
+    for space, chunks, descriptors in zip(spaces, wanted, received, strict=True):
+        if space is not own:
+            space.map(chunks, descriptors)
+    for descriptor in (*exported, *(fd for fds in received for fd in fds)):
+        os.close(descriptor)
 
 
 class _Space:

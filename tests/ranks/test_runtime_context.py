@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 
 import numpy as np
 import pytest
@@ -235,6 +236,22 @@ class TestLogging:
         lines = capsys.readouterr().err.splitlines()
         assert lines[-1].startswith("[Iris] heap: 100 bytes at 0x0 for ranks (0,), test_runtime_")
 
+    def test_records_go_to_the_programs_handlers_alone(self, ctx, capsys, monkeypatch):
+        shown = []
+
+        class Keep(logging.Handler):
+            def emit(self, record):
+                shown.append(f"{record.iris_rank}/{record.iris_num_ranks} {record.getMessage()}")
+
+        for logger in (logging.getLogger(), logging.getLogger("iris")):
+            with monkeypatch.context() as patch:
+                patch.setattr(logging.getLogger(), "handlers", [])
+                logger.addHandler(Keep())
+                ctx.info("100%")
+                logger.removeHandler(logger.handlers[-1])
+        assert shown == ["0/1 100%"] * 2
+        assert capsys.readouterr().err == ""
+
     def test_records_carry_rank_and_world(self, ctx, caplog):
         ctx.info("Starting iteration 0")
         (record,) = caplog.records
@@ -258,17 +275,31 @@ class TestDoBench:
         )
         assert calls == ["barrier", "preamble", "fn"] * 5
 
-    @pytest.mark.parametrize("mode", ["mean", "min", "max", "median"])
-    def test_modes_return_one_number(self, mode):
-        assert 0 < do_bench(lambda: sum(range(100)), n_repeat=5, return_mode=mode) < 100
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            ({}, 4.0),
+            ({"return_mode": "mean"}, 4.0),
+            ({"return_mode": "min"}, 1.0),
+            ({"return_mode": "max"}, 9.0),
+            ({"return_mode": "median"}, 3.0),
+            ({"return_mode": "all"}, [3.0, 1.0, 9.0, 5.0, 2.0]),
+            ({"quantiles": [0.5]}, 3.0),
+            ({"quantiles": [0.0, 0.25, 1.0], "return_mode": "min"}, [1.0, 2.0, 9.0]),
+            ({"quantiles": []}, []),
+        ],
+    )
+    def test_modes_and_quantiles(self, monkeypatch, options, expected):
+        """On a clock of whole milliseconds, by which calls take 3, 1, 9, 5 and 2."""
+        now, times = [0.0], iter([7, 3, 1, 9, 5, 2])  # the first one is the warm-up
+        monkeypatch.setattr(time, "perf_counter", lambda: now[0] / 1e3)
 
-    def test_all_returns_every_time(self):
-        assert len(do_bench(lambda: None, n_repeat=7, return_mode="all")) == 7
+        def fn():
+            now[0] += next(times)
 
-    def test_quantiles(self):
-        low, middle, high = do_bench(lambda: None, quantiles=[0.0, 0.5, 1.0])
-        assert low <= middle <= high
-        assert isinstance(do_bench(lambda: None, quantiles=[0.5]), float)
+        found = do_bench(fn, n_warmup=1, n_repeat=5, **options)
+        assert found == pytest.approx(expected)
+        assert isinstance(found, type(expected))
 
     def test_bad_arguments(self):
         with pytest.raises(ConfigError, match="help: use one of: mean, min, max, median, all"):
