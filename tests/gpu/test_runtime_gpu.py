@@ -36,7 +36,7 @@ def _load(name):
 ON_CPU = ("guard_words", "a_closed_context")  # they look at host memory
 heap = _load("test_runtime_heap")
 creation = _load("test_runtime_creation")
-for module in (heap, creation):
+for module in (heap, creation, _load("test_class_page")):
     for name, value in vars(module).items():
         if name.startswith("test_") and not any(word in name for word in ON_CPU):
             globals()[name] = value
