@@ -73,7 +73,7 @@ def plain(member: Any) -> Any:
 
 
 class Bare(str):
-    """An annotation that shows without quotes."""
+    """An annotation, or the name of a default, that shows without quotes."""
 
     __repr__ = str.__str__
 
@@ -86,11 +86,16 @@ def bare(annotation: Any) -> Any:
     return Bare(re.sub(r"\b(?:\w+\.)+(?=\w)", "", text.replace("'", "").replace('"', "")))
 
 
+def named(default: Any) -> Any:
+    """A function as its name: its own text has an address in it."""
+    return Bare(default.__name__) if inspect.isfunction(default) else default
+
+
 def signature(function: Any, name: str) -> str:
     """The signature in one line, or where that is too long a line for each parameter."""
     found = inspect.signature(function)
     own = [
-        part.replace(annotation=bare(part.annotation))
+        part.replace(annotation=bare(part.annotation), default=named(part.default))
         for part in found.parameters.values()
         if part.name not in ("self", "cls")
     ]
