@@ -3,6 +3,7 @@
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -13,6 +14,9 @@ from iris.lower.choices import Choice
 from iris.lower.program import Step
 
 WIDTH = 120
+# No style sheet: in a notebook it would hold for the whole page.
+STYLE = "white-space:pre; overflow-x:auto; line-height:normal; font-family:monospace"
+HTML = f'<pre style="{STYLE}">{{code}}</pre>'
 
 
 @dataclass(frozen=True)
@@ -29,19 +33,22 @@ class Row:
 class Shown:
     """Tables that are text in a terminal and HTML in a notebook."""
 
-    def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
-        console.print(self)
+    def __repr__(self) -> str:
+        console = self._printed(color_system=None)
         assert isinstance(console.file, io.StringIO)
         return console.file.getvalue()
 
     def _repr_html_(self) -> str:
-        console = Console(file=io.StringIO(), width=WIDTH, record=True)
+        return self._printed(record=True).export_html(inline_styles=True, code_format=HTML)
+
+    def _printed(self, **options: Any) -> Console:
+        """A console after it has printed this; in a notebook others show that in the cell."""
+        console = Console(file=io.StringIO(), width=WIDTH, force_jupyter=False, **options)
         console.print(self)
-        return console.export_html(inline_styles=True)
+        return console
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation(Shown):
     """What ``f.explain(...)`` returns: text in a terminal, a table in a notebook."""
 
@@ -54,14 +61,15 @@ class Explanation(Shown):
     def table(self) -> Table:
         """The stages, as a rich table."""
         table = Table(title=f"{self.name} on {self.mesh}", title_justify="left")
-        headings = ["stage", "result", "line", "algorithm", "why", "predicted us"]
+        predicted = any(row.choice.candidates for row in self.rows)
         built = any(row.heap for row in self.rows)
-        for heading in headings + ["heap bytes"] * built:
+        headings = ["stage", "result", "line", "algorithm", "why"]
+        for heading in headings + ["predicted us"] * predicted + ["heap bytes"] * built:
             table.add_column(heading, no_wrap=heading not in ("result", "line", "why"))
         for row in self.rows:
             times = "\n".join(f"{name} {time:.0f}" for name, time in row.choice.candidates)
-            cells = [row.stage, row.result, row.loc, row.choice.algorithm, row.choice.why, times]
-            table.add_row(*cells, *[f"{row.heap:,}"] * built)
+            cells = [row.stage, row.result, row.loc, row.choice.algorithm, row.choice.why]
+            table.add_row(*cells, *[times] * predicted, *[f"{row.heap:,}"] * built)
         return table
 
     def _list(self, title: str, what: str, entries: Sequence[tuple[str, str, str]]) -> Table:

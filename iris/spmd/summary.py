@@ -41,7 +41,7 @@ class Alone:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Summary(Shown):
     """What :func:`explain` returns: text in a terminal, tables in a notebook."""
 

@@ -146,7 +146,8 @@ def test_explain_is_a_table_in_text_and_html():
     ):  # fmt: skip
         assert cell in text, cell
     assert all(len(row.choice.candidates) >= 2 for row in found.rows if row.stage != "ppermute")
-    assert "<pre" in found._repr_html_()
+    assert found._repr_html_().startswith("<pre")
+    assert "<style" not in found._repr_html_(), "it would hold for the whole notebook"
 
 
 def test_a_trace_leaves_the_collector_on_and_no_grad_mode():

@@ -43,7 +43,7 @@ class Kernel:
         self.manager, self.client = start_new_kernel(kernel_name="python3")
 
     def cell(self, source: str, interrupt_at: str = "") -> dict[str, str]:
-        """Run a cell. Return what it shows, by kind: stdout, stderr, result, error.
+        """Run a cell. Return what it shows, by kind: see KINDS.
 
         ``interrupt_at``: the kernel is interrupted when the cell has printed that.
         """
@@ -57,8 +57,8 @@ class Kernel:
                 shown[content["name"]] += content["text"]
             elif kind == "error":
                 shown["error"] = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(content["traceback"]))
-            elif kind == "execute_result":
-                shown["result"] = content["data"]["text/plain"]
+            elif kind in ("execute_result", "display_data"):
+                shown[kind] = content["data"]["text/plain"]
             elif kind == "status" and content["execution_state"] == "idle":
                 return shown
             if interrupt_at and interrupt_at in shown["stdout"]:
@@ -66,7 +66,7 @@ class Kernel:
                 self.manager.interrupt_kernel()
 
 
-KINDS = ("stdout", "stderr", "result", "error")
+KINDS = ("stdout", "stderr", "execute_result", "display_data", "error")
 
 
 @pytest.fixture
@@ -85,15 +85,18 @@ def test_a_notebook(kernel):
         mesh = iris.local_mesh(2)
         mesh
     """)
-    assert started["result"] == "LocalMesh(ranks=2: 2 running)"
+    assert started["execute_result"] == "LocalMesh(ranks=2: 2 running)"
     f = """
         @iris.spmd(mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
         def f(x):
             return x * {}
         f(torch.ones(4))
     """
-    assert kernel.cell(f.format(2))["result"] == "tensor([2., 2., 2., 2.])"
-    assert kernel.cell(f.format(3))["result"] == "tensor([3., 3., 3., 3.])"
+    assert kernel.cell(f.format(2))["execute_result"] == "tensor([2., 2., 2., 2.])"
+    assert kernel.cell(f.format(3))["execute_result"] == "tensor([3., 3., 3., 3.])"
+    explained = kernel.cell("f.explain(torch.ones(4))")
+    assert explained["execute_result"].strip().startswith("f on tp=2")
+    assert (explained["stdout"], explained["display_data"]) == ("", "")
     said = kernel.cell("""
         def hello():
             print("hello")
@@ -123,7 +126,7 @@ def test_a_notebook(kernel):
     pids = kernel.cell("print(*mesh.pids)")["stdout"].split()
     stopped = kernel.cell(hang.format("time.sleep(1)"), interrupt_at="[rank 0] here")
     assert "KeyboardInterrupt" in stopped["error"]
-    assert kernel.cell("f(torch.ones(2))")["result"] == "tensor([3., 3.])"
+    assert kernel.cell("f(torch.ones(2))")["execute_result"] == "tensor([3., 3.])"
     assert kernel.cell("print(*mesh.pids)")["stdout"].split() == pids
     kernel.manager.restart_kernel(now=True)
     deadline = time.monotonic() + 10
