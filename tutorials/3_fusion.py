@@ -63,7 +63,7 @@ print("agrees with one rank:", torch.allclose(y, expected, atol=1e-5))
 print(swiglu.trace(*args).lower().graph)
 
 # %%
-print(swiglu.explain(*args))
+swiglu.explain(*args)
 
 # %% [markdown]
 # ## The same program, unfused

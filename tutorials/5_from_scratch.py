@@ -442,7 +442,7 @@ WIRE = WORK = 0.0
 #
 # | here | in iris |
 # | --- | --- |
-# | stand-ins with four operators | any PyTorch function, traced by `make_fx` |
+# | stand-ins and six operations | any PyTorch function, traced by `make_fx` |
 # | one axis, even splits | meshes of several axes, splits as `torch.chunk` makes them |
 # | two equations in one pass | a list of passes, each verified; reasons for what was not fused |
 # | `product(get(peer), w)` | one Triton kernel that waits for flags inside its tile loop |

@@ -12,11 +12,11 @@
 # # 7. Performance on a GPU
 #
 # Is a stage fast? Against what? And where does the rest of the time go? This notebook reads figures
-# that were measured on an H200, and timelines that were recorded on CPU ranks; both are kept in
-# `benchmarks/results`, so it runs anywhere. The two commands that made them are at the end; run
-# them on your machine and this notebook shows yours.
+# and timelines that are kept in `benchmarks/results`, so it runs anywhere. The two commands that
+# made them are at the end; run them on your GPU and this notebook shows yours.
 
 # %%
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -30,7 +30,8 @@ RESULTS = Path("../benchmarks/results")
 
 
 def newest(pattern):
-    return max(RESULTS.glob(pattern), key=lambda path: path.name)
+    """The file of the latest date; of a GPU where there is one."""
+    return max(RESULTS.glob(pattern), key=lambda path: ("-CPU-" not in path.name, path.name))
 
 
 rows, about = load(newest("*stages*-W4.json"))
@@ -54,13 +55,15 @@ for key in ("gpu", "ranks", "gpus", "percent_of_a_gpu_each", "torch", "triton"):
 #   by copy engine.
 # * `iris` is the fused stage, `iris unfused` cuBLAS and our own collective.
 #
-# For the sizes of Llama-3-8B, in microseconds: the median of many replays, on the slowest rank, and
-# in brackets where 10% and 90% of them are.
+# For the sizes of Llama-3-8B, in microseconds: the median of many replays, on the slowest rank. An
+# `x` marks a contestant whose result was not the product's; its time does not count.
 
 # %%
 STAGES = ("all_gather_matmul", "matmul_reduce_scatter")
-console = Console(width=175, color_system=None, force_jupyter=False)
-show([row for row in rows if row.table in STAGES and row.point["model"] == "8B"], console)
+console = Console(width=105, color_system=None, force_jupyter=False)
+for stage in STAGES:
+    chosen = [row for row in rows if row.table == stage and row.point["model"] == "8B"]
+    show([replace(r, point={"M": r.point["M"]}) for r in chosen], console, spread=False)
 
 # %% [markdown]
 # Read a row from right to left: is it faster than the best peer (above 1), and how far is it from
@@ -109,14 +112,15 @@ for key, rivals in found["all_gather_matmul"]:
 # ## The timeline
 #
 # `python -m iris.bench.timeline` records what each program of a stage does: when it pushed its rows
-# to the peers, waited for theirs, computed a tile, stored it. On a GPU one line is one
-# multiprocessor. These two were recorded on CPU ranks, where Triton's interpreter runs the programs
-# of a rank one after the other: a line is a program, and a tile takes milliseconds. The order is
-# what it is on a GPU. Time runs to the right, and two launches follow each other. A rank starts
-# with its own rows, so that it need not wait.
+# to the peers, waited for theirs, computed a tile, stored it. Of a GPU, a line is one
+# multiprocessor. CPU ranks run the same kernels in Triton's interpreter, the programs of a rank one
+# after the other: a line is then a program, a tile takes milliseconds, and the order is what it is
+# on a GPU. Time runs to the right, and two launches follow each other. A rank starts with its own
+# rows, so that it need not wait.
 
 # %%
 gather = Timeline.load(newest("*-timeline-all_gather_matmul-*-W4.json.gz"))
+print("recorded on", gather.about["device"])
 gather
 
 # %%
@@ -142,7 +146,7 @@ for timeline in (gather, scatter):
     console.print(table(timeline))
 
 # %% [markdown]
-# And one multiprocessor in its first launch, step by step:
+# And one line of the second, step by step:
 
 # %%
 track = next(track for rank, track in scatter.tracks() if rank == 0)

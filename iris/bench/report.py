@@ -93,14 +93,15 @@ def _known(values: Iterable[float]) -> list[float]:
     return [value for value in values if not math.isnan(value)]
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
-    """Print one table each; ``x`` marks results that were wrong, ``*`` the planner's choice; in
-    brackets 10% .. 90%. Steps of models are shown as tokens a second too.
+def show(rows: Sequence[Row], console: Console, spread: bool = True) -> None:
+    """Print one table each; ``x`` marks results that were wrong, ``*`` the planner's choice; with
+    ``spread`` in brackets 10% .. 90%. Steps of models are shown as tokens a second too.
     """
+    cell = _cell if spread else _median
     for title, items in groupby(points(rows), lambda item: item[0]):
         found = list(items)
         unit = next(iter(found[0][2].values())).unit
-        console.print(_table(f"{title}, {unit}" if unit else title, found, _cell))
+        console.print(_table(f"{title}, {unit}" if unit else title, found, cell))
         if title.endswith(" step"):
             console.print(_table(f"{title}, tokens/s", found, _tokens))
         if gains := _known(ratios(point)[1] for _, _, point in found):
@@ -138,9 +139,13 @@ def _table(
     return table
 
 
-def _cell(row: Row) -> str:
+def _median(row: Row) -> str:
     mark = ("" if row.right else " x") + (" *" if row.chosen else "")
-    return f"{row.time.median:.1f}{mark} [{row.time.low:.0f} {row.time.high:.0f}]"
+    return f"{row.time.median:.1f}{mark}"
+
+
+def _cell(row: Row) -> str:
+    return f"{_median(row)} [{row.time.low:.0f} {row.time.high:.0f}]"
 
 
 def _tokens(row: Row) -> str:

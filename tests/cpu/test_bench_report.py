@@ -82,6 +82,8 @@ def test_the_planners_choices_are_compared_with_the_best_candidate(tmp_path):
     assert summary in text
     assert "choice / best" in text
     assert "12.0 * [12 12]" in text
+    show(rows, console, spread=False)
+    assert "12.0 * │" in console.file.getvalue()
     save(rows, {}, tmp_path / "rows.json")
     content = json.loads((tmp_path / "rows.json").read_text())
     assert content["summary"] == summary
