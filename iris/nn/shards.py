@@ -81,10 +81,9 @@ class StoredTensor:
     file.
     """
 
-    def __init__(self, path: Path, name: str) -> None:
-        from safetensors import safe_open
-
-        self._slice = safe_open(path, "pt").get_slice(name)  # type: ignore[no-untyped-call]
+    def __init__(self, part: Any) -> None:
+        """``part``: what ``get_slice`` of an opened file gives; it keeps the file mapped."""
+        self._slice = part
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -127,7 +126,8 @@ class Checkpoint:
         sources: dict[str, Source] = {}
         for file in files:
             with safe_open(file, "pt") as opened:
-                sources.update({name: StoredTensor(file, name) for name in opened.keys()})  # noqa: SIM118
+                parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            sources.update((name, StoredTensor(part)) for name, part in parts.items())
         return cls(sources)
 
     def __contains__(self, name: str) -> bool:

@@ -3,6 +3,7 @@ that do not.
 """
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -262,6 +263,33 @@ def test_key_heads_are_repeated_for_more_ranks(ranks):
         )
 
     assert ranks(4).run(run) == [(4, (1, 24, 6), True)] * 4
+
+
+def _resident(path):
+    """Bytes of a file that this process has in its memory."""
+    kilobytes, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key, *rest = line.split()
+        if not key.endswith(":"):
+            inside = bool(rest) and rest[-1] == str(path)
+        elif inside and key == "Rss:":
+            kilobytes += int(rest[0])
+    return 1024 * kilobytes
+
+
+def test_no_rank_reads_the_whole_file(ranks, tmp_path):
+    path = tmp_path / "a.safetensors"
+    save_file({"up.weight": torch.zeros(8192, 1024)}, path)
+
+    def run(path):
+        iris.iris(1 << 22)
+        stored = Checkpoint.open(path)
+        layer = ColumnParallelLinear.from_linear(stored.linear("up"))
+        return layer.weight.nbytes, _resident(path)
+
+    for held, read in ranks(4).run(run, path):
+        assert held == 8 << 20
+        assert held <= read <= held + (4 << 20)  # pages are mapped some at a time
 
 
 def test_only_slices_are_read_from_a_file(ranks, tmp_path):
