@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from iris.errors import SpecError
 from iris.graph.nodes import walk
 from iris.graph.ops import COLLECTIVES
 from iris.graph.passes import fusion_report
@@ -67,13 +68,21 @@ def explain(model: Any) -> Summary:
     """What became of the collectives of every program that ``model`` has run so far.
 
     ``model``: a parallelized model, a decorated function or module, or what ``torch.compile(...,
-    backend="iris")`` gave; for the last, all that this process compiled so far.
+    backend="iris")`` gave; for the last, all that this process compiled so far. SpecError where
+    nothing ran.
 
     >>> print(iris.explain(model))                           # doctest: +SKIP
     """
     fused: list[Fused] = []
     alone: list[Alone] = []
-    for program in _programs(model):
+    programs = _programs(model)
+    if not programs:
+        raise SpecError(
+            f"no program of this {type(model).__name__} has run",
+            help="call it first: a decorated function or module, a parallelized model, or a "
+            'model compiled with backend="iris"',
+        )
+    for program in programs:
         name = _title(program)
         total = Counter(n.op for n in walk(program.fused.nodes) if n.op in COLLECTIVES)
         stages: dict[str, Counter[str]] = {op: Counter() for op in total}

@@ -236,6 +236,20 @@ def test_training_is_that_of_the_plain_module():
             torch.testing.assert_close(one.grad, other.grad)
 
 
+def test_a_summary_of_what_never_ran_is_refused():
+    iris.iris(1 << 20)
+    module = iris.spmd(Block())
+    with pytest.raises(SpecError) as error:
+        iris.explain(module)
+    assert str(error.value) == (
+        "no program of this Block has run\n"
+        "help: call it first: a decorated function or module, a parallelized model, or a model "
+        'compiled with backend="iris"'
+    )
+    module(torch.ones(2, 8))
+    assert iris.explain(module).fused[0].total == 1
+
+
 def test_partition_of_an_unknown_tensor():
     with pytest.raises(SpecError) as error:
         partition(nn.Linear(2, 2), {"weigth": P("tp")})
