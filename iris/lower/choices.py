@@ -43,10 +43,25 @@ class StageConfig:
     communication: int = 0
 
     def __post_init__(self) -> None:
-        if self.communication < 0:
-            raise ConfigError(f"communication is {self.communication}, a number of programs or 0")
+        crew: object = self.communication
+        if not isinstance(crew, int) or crew < 0:
+            raise ConfigError(f"communication is {crew!r}, a number of programs or 0")
+        if self.gemm is not None:
+            from iris.lower.kernels.config import GemmConfig  # brings in triton
+
+            if not isinstance(self.gemm, GemmConfig):
+                raise ConfigError(f"gemm is {self.gemm!r}, a GemmConfig or None")
         if self.algorithm is not None and self.algorithm not in ALGORITHMS:
             raise ConfigError(f"algorithm {self.algorithm!r} is not one of {', '.join(ALGORITHMS)}")
+
+    @staticmethod
+    def of(given: "StageConfig | str | None") -> "StageConfig | None":
+        """What ``config=`` was given as; the name of an algorithm stands for it."""
+        if given is None or isinstance(given, StageConfig):
+            return given
+        if isinstance(given, str):
+            return StageConfig(given)
+        raise ConfigError(f"config is {given!r}, a StageConfig or the name of an algorithm")
 
 
 @dataclass(frozen=True)

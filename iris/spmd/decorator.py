@@ -323,7 +323,7 @@ def spmd(
     fuse: bool = True,
     replay: bool = True,
     outputs: str = "fresh",
-    config: StageConfig | None = None,
+    config: StageConfig | str | None = None,
     name: str | None = None,
 ) -> Callable[[Callable[..., Any]], SpmdFunction]: ...
 def spmd(
@@ -338,7 +338,7 @@ def spmd(
     fuse: bool = True,
     replay: bool = True,
     outputs: str = "fresh",
-    config: StageConfig | None = None,
+    config: StageConfig | str | None = None,
     name: str | None = None,
 ) -> SpmdFunction | Callable[[Callable[..., Any]], SpmdFunction]:
     """Make a function over sharded tensors one program: traced, fused, compiled and replayed.
@@ -363,7 +363,8 @@ def spmd(
         replay: False runs a program on a GPU node by node, without a CUDA graph.
         outputs: "fresh" returns new tensors; "reuse" returns the same ones at every call of a
             signature on a GPU, which the next call overwrites.
-        config: how stages are computed, in place of what the cost model would choose.
+        config: how stages are computed, in place of what the cost model would choose: an
+            `iris.StageConfig`, or the name of an algorithm.
         name: how messages call the program; the function's name by default.
 
     Gradients go back through a call whose arguments or parameters require grad, by a program of
@@ -377,10 +378,11 @@ def spmd(
         check_lowering(lowering)
     if outputs not in OUTPUTS:
         raise ConfigError(f"outputs {outputs!r} is not one of {', '.join(OUTPUTS)}")
+    stages = StageConfig.of(config)
 
     def wrap(function: Callable[..., Any], title: str) -> SpmdFunction:
         options = Options(
-            name or title, mesh, in_specs, out_specs, lowering, fuse, replay, outputs, config
+            name or title, mesh, in_specs, out_specs, lowering, fuse, replay, outputs, stages
         )
         return SpmdFunction(function, options, static_argnames)
 

@@ -96,9 +96,7 @@ class Namespace:
         call: Call,
     ) -> Result:
         members = self._ctx.group(call.get("group"))
-        config, workspace = call.get("config"), call.get("workspace")
-        if isinstance(config, str):
-            config = StageConfig(config)
+        config, workspace = StageConfig.of(call.get("config")), call.get("workspace")
 
         def make() -> SpmdFunction:
             return spmd(mesh=members, name=name, outputs="reuse", config=config)(body)

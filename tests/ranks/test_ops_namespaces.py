@@ -104,6 +104,24 @@ def test_bad_operands():
         with pytest.raises(iris.ConfigError) as caught:
             ctx.ops.matmul_all_reduce(None, torch.ones(2, 3), torch.ones(3, 5), config="ring")
         assert str(caught.value) == f"algorithm 'ring' is not one of {', '.join(ALGORITHMS)}"
+        with pytest.raises(iris.ConfigError) as caught:
+            ctx.ops.matmul_all_reduce(None, torch.ones(2, 3), torch.ones(3, 5), config=5)
+        assert str(caught.value) == "config is 5, a StageConfig or the name of an algorithm"
+
+
+def test_configs_that_no_kernel_has():
+    with pytest.raises(iris.ConfigError) as caught:
+        GemmConfig(block_m=100, block_k=8, pieces=3, programs=-1, warps=2.0)
+    assert str(caught.value) == (
+        "GemmConfig: block_m=100 is not a power of two from 16 on\n"
+        "  block_k=8 is not a power of two from 16 on\n"
+        "  warps=2.0 is not a power of two from 1 on\n"
+        "  programs=-1 is not a number from 0 on\n"
+        "  pieces=3 is not one of 1, 2, 4"
+    )
+    with pytest.raises(iris.ConfigError) as caught:
+        iris.StageConfig(gemm="big")
+    assert str(caught.value) == "gemm is 'big', a GemmConfig or None"
 
 
 def test_the_example_of_the_reference_page():

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from iris.errors import ConfigError
+
 TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
@@ -45,6 +47,25 @@ class GemmConfig:
     copy: int = 16384
     fast: bool = False
     communication: int = 0
+
+    def __post_init__(self) -> None:
+        """ConfigError for what no kernel can have."""
+        powers = {"block_m": 16, "block_n": 16, "block_k": 16, "copy": 16, "warps": 1}
+        numbers = {"stages": 1, "group_m": 1, "programs": 0, "communication": 0}
+        faults = [
+            f"{name}={getattr(self, name)!r} is not a {kind} from {least} on"
+            for kind, fields in (("power of two", powers), ("number", numbers))
+            for name, least in fields.items()
+            if not _is_number(getattr(self, name), least, kind == "power of two")
+        ]
+        if self.pieces not in (1, 2, 4):
+            faults.append(f"pieces={self.pieces!r} is not one of 1, 2, 4")
+        if faults:
+            raise ConfigError("GemmConfig: " + "\n  ".join(faults))
+
+
+def _is_number(value: object, least: int, power: bool) -> bool:
+    return isinstance(value, int) and value >= least and not (power and value & (value - 1))
 
 
 def _interpreter_config(M: int, N: int) -> GemmConfig:
