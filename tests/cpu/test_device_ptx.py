@@ -91,6 +91,17 @@ def wait_for_many(words, x):
 
 
 @triton.jit
+def modifiers(words, x, y, bases, rank: tl.constexpr, peer: tl.constexpr):
+    i = tl.arange(0, 512)
+    value = ops.load(x + i, rank, peer, bases, cache_modifier=".cg")
+    ops.store(y + i, value, rank, peer, bases, cache_modifier=".cs")
+    ctx = DeviceContext.initialize(words, rank, 2)
+    ctx.get(x + i, y + i, peer, load_cache_modifier=".ca", store_cache_modifier=".wt")
+    ctx.copy(x + i, y + i, peer, peer, load_cache_modifier=".cg", store_cache_modifier=".cs")
+    ctx.put(x + i, y + i, peer, load_cache_modifier=".cg", store_cache_modifier=".wt")
+
+
+@triton.jit
 def narrow_scope(x, bases):
     atomics.atomic_add(x, 1, 0, 1, bases, sem="relaxed", scope="gpu")
 
@@ -126,6 +137,8 @@ def compile_all():
     texts["atomics"] = compiled(every_atomic, words, ranks)
     texts["barrier"] = compiled(barrier_kernel, meet, {"LANES": 32}, num_warps=1)
     texts["wait for many"] = compiled(wait_for_many, {"words": "*i64", "x": "*i32"}, {})
+    places = {"words": "*i64", "x": "*fp32", "y": "*fp32", "bases": "*u64"}
+    texts["modifiers"] = compiled(modifiers, places, ranks)
     texts["narrow scope"] = compiled(narrow_scope, {"x": "*i32", "bases": "*u64"}, {})
     ours = {"engine": "*i64", "x": "*bf16", "y": "*bf16", "flag": "*i32", "bases": "*u64"}
     marks = dict.fromkeys(("address", "value"), "i64") | dict.fromkeys(("wide", "add"), "i32")
@@ -166,6 +179,13 @@ def test_moves_are_16_bytes_wide(assembly, name, dtype):
     wide = "v2.b64" if dtype == "i64" else "v4.b32"
     found = accesses(assembly[f"{name} {dtype}"])
     assert set(found) == {f"ld.global.{wide}", f"st.global.{wide}"}
+
+
+def test_cache_modifiers_reach_wide_accesses(assembly):
+    found = re.findall(r"\b(?:ld|st)\.global\S*\.v4\.b32", assembly["modifiers"])
+    wanted = [f"ld.global.{of}.v4.b32" for of in ("cg", "ca", "cg", "cg")]
+    wanted += [f"st.global.{of}.v4.b32" for of in ("cs", "wt", "cs", "wt")]
+    assert sorted(found) == sorted(wanted)
 
 
 @pytest.mark.parametrize("name", ["atomics", "barrier", "wait for many"])

@@ -24,6 +24,10 @@ DTYPES = [
     torch.float32,
     torch.float64,
     torch.float8_e5m2,
+    torch.float8_e4m3fn,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
 ]
 SIZE = 48  # elements of a tensor; kernels use blocks of 64 and a mask
 
@@ -132,6 +136,42 @@ def moves_by_context():
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_context_offers_every_move(ranks, world):
     ranks(world).run(moves_by_context)
+
+
+@triton.jit
+def cached_moves(
+    x, out, bases, rank, peer, n, LOAD: tl.constexpr, STORE: tl.constexpr, BLOCK: tl.constexpr
+):
+    i = tl.arange(0, BLOCK)
+    mask = i < n
+    ops.put(x + i, out + i, rank, peer, bases, mask, 7, LOAD, STORE)
+    value = ops.load(x + i, rank, peer, bases, mask, 7, LOAD)
+    tl.store(out + BLOCK + i, value)
+    ops.store(out + 2 * BLOCK + i, value, rank, peer, bases, mask, STORE)
+    ops.get(x + i, out + 3 * BLOCK + i, rank, peer, bases, mask, 7, LOAD, STORE)
+    ops.copy(x + i, out + 4 * BLOCK + i, peer, peer, rank, bases, mask, 7, LOAD, STORE)
+
+
+def moves_past_caches(load, store):
+    ctx = iris.iris(1 << 20)
+    rank, peer = ctx.cur_rank, 1 - ctx.cur_rank
+    x, out = numbered(ctx, torch.float32), ctx.zeros(5, 64)
+    ctx.barrier()
+    cached_moves[(1,)](x, out, ctx.get_heap_bases(), rank, peer, SIZE, load, store, BLOCK=64)
+    ctx.barrier()
+    theirs = of_rank(ctx, peer, torch.float32)
+    # Row 2 has what the peer loaded, from here.
+    for row, expected in enumerate((theirs, theirs, x, theirs, x)):
+        same(out[row, :SIZE], expected)
+    assert out[1, SIZE:].tolist() == [7.0] * (64 - SIZE)
+    assert not out[[0, 2, 3, 4], SIZE:].any()
+
+
+@pytest.mark.parametrize(
+    ("load", "store"), [(None, None), (".ca", ".wb"), (".cg", ".cs"), (".cv", ".wt")]
+)
+def test_moves_with_cache_modifiers(ranks, load, store):
+    ranks(2).run(moves_past_caches, load, store)
 
 
 @triton.jit

@@ -379,6 +379,25 @@ def _different_heap_sizes():
     return str(caught.value)
 
 
+def _different_allocators():
+    from iris.errors import CollectiveMismatchError
+
+    if os.environ["RANK"] == "1":
+        os.environ["IRIS_ALLOCATOR"] = "vmem"  # overrides the argument
+    try:
+        with pytest.raises(CollectiveMismatchError) as caught:
+            iris(1 << 20, allocator_type="symm_mem")
+    finally:
+        os.environ.pop("IRIS_ALLOCATOR", None)
+    return str(caught.value)
+
+
+def test_the_environment_overrides_the_allocator(ranks):
+    for text in ranks(2).run(_different_allocators):
+        assert "rank 0: iris.iris(heap_size=1048576, allocator_type='symm_mem') on cpu" in text
+        assert "rank 1: iris.iris(heap_size=1048576, allocator_type='vmem') on cpu" in text
+
+
 def test_different_heap_sizes_are_refused(ranks):
     for text in ranks(2).run(_different_heap_sizes):
         assert "rank 0: iris.iris(heap_size=1048576, allocator_type='torch') on cpu" in text

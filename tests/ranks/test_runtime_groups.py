@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from iris.device.barrier import DeviceBarrier
+from iris.device.watch import GROUPS, SLOTS
 from iris.errors import CollectiveMismatchError, IrisError, LaunchError, PeerError, TimeoutError
+from iris.runtime.board import Page
 from iris.runtime.context import iris
 
 pytestmark = pytest.mark.ranks
@@ -57,6 +60,28 @@ def _rounds(rounds, first_epoch):
 def test_groups_are_isolated_and_epochs_wrap(ranks, first_epoch):
     for epochs in ranks(4).run(_rounds, 500, first_epoch):
         assert set(epochs) == {500}
+
+
+def _device_barriers(rounds):
+    """Meet by ``device_barrier``, twice a round, with delays on random ranks; count who came."""
+    ctx = iris(1 << 20)
+    pick = random.Random(ctx.cur_rank)
+    counts = ctx.zeros(ctx.num_ranks, dtype=torch.int64)
+    peers = [ctx.heap.peer_tensor(counts, rank).numpy() for rank in range(ctx.num_ranks)]
+    for done in range(1, rounds + 1):
+        if pick.random() < 0.002:
+            time.sleep(0.002)
+        for peer in peers:
+            peer[ctx.cur_rank] += 1
+        ctx.device_barrier()
+        assert peers[ctx.cur_rank].tolist() == [done] * ctx.num_ranks
+        ctx.device_barrier()
+    return int(counts.sum())
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_10000_device_barriers_count_every_arrival(ranks, world):
+    assert ranks(world).run(_device_barriers, 5_000) == [5_000 * world] * world
 
 
 def _exchange(lengths):
@@ -185,6 +210,39 @@ def test_bad_groups_are_refused(ranks):
     for rank, texts in enumerate(ranks(2).run(_bad_groups)):
         other = f"rank {rank} is not in the group ({1 - rank},)"
         assert texts == [f"group (0, 2): {bad}", f"group (0, 0): {bad}", other]
+
+
+def _too_many_groups():
+    ctx = iris(1 << 20)
+    taken = range(SLOTS, SLOTS + GROUPS) if ctx.cur_rank == 1 else ()
+    with pytest.raises(IrisError) as caught:
+        DeviceBarrier.create(ctx, ctx.world, taken)
+    ctx.device_barrier()
+    return str(caught.value)
+
+
+def test_more_groups_than_a_rank_has_flags_for(ranks):
+    assert (
+        ranks(2).run(_too_many_groups)
+        == [
+            "device_barrier: a rank of (0, 1) uses it in 192 groups already\n"
+            "help: use fewer groups, or barrier(group=...)"
+        ]
+        * 2
+    )
+
+
+def test_more_groups_than_a_context_has_places_for():
+    page = Page.create()
+    for key in range(1, 513):
+        page.claim(key)
+    assert page.claim(7).words[0] == 0
+    with pytest.raises(IrisError) as caught:
+        page.claim(513)
+    assert str(caught.value) == (
+        "this context has 512 groups already\n"
+        "help: use groups again, or close contexts that are no longer used"
+    )
 
 
 def _process_groups():
