@@ -94,7 +94,7 @@ class SharedArena(SharedMemory):
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0:
             return torch.empty(shape, dtype=dtype)
-        self._free_dropped()
+        self.free_dropped()
         align = _PAGE if nbytes >= _PAGE else _SMALL_ALIGN
         limit = self.segment.address.nbytes
         offset = self._shelf.fit(nbytes, align, limit)
@@ -133,7 +133,8 @@ class SharedArena(SharedMemory):
             pickler.dump(value)
             return file.getvalue(), [shared for _, shared in pickler.seen.values()]
 
-    def _free_dropped(self) -> None:
+    def free_dropped(self) -> None:
+        """Take back the blocks of tensors that are gone, and give the memory of large ones back."""
         while self._dropped:
             offset, nbytes = self._dropped.popleft()
             self._shelf.release(offset)

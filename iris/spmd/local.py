@@ -174,8 +174,9 @@ class LocalMesh(Controller):
     def close(self) -> None:
         """End the ranks. Tensors that the mesh returned stay valid."""
         self._closed = True
-        self._entries.clear()
         self._session.close()
+        self._entries.clear()
+        self._arena.free_dropped()
 
     def __enter__(self) -> "LocalMesh":
         return self

@@ -311,6 +311,12 @@ def run_program(request: Request) -> Returned | list[Difference] | None:
         prepare(program)
     names = [value.name for value in program.graph.inputs]
     written = [names.index(name) for name, _ in program.graph.writes]
+    if any(index >= len(tensors) for index in written):
+        raise UnsupportedError(
+            f"{program.options.name}: writes to a buffer of its module, "
+            "and the caller of a local mesh has the module",
+            help="pass what it writes to as an argument: that reaches the caller",
+        )
     signature.written = {index: tensors[index].clone() for index in written}
     result = program([signature.written.get(i, tensor) for i, tensor in enumerate(tensors)])
     signature.ran = program

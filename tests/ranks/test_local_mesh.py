@@ -254,6 +254,29 @@ def test_modules_and_their_updates(mesh):
         module(x)
 
 
+def test_writes_to_a_buffer_are_refused(mesh):
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(2))
+
+        @iris.spmd(mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))
+        def forward(self, x):
+            self.count += 1
+            return x + 1
+
+    module = Counter()
+    for _ in range(2):
+        with pytest.raises(iris.UnsupportedError) as caught:
+            module(torch.ones(4, 2))
+        assert str(caught.value) == (
+            "forward: writes to a buffer of its module, "
+            "and the caller of a local mesh has the module\n"
+            "help: pass what it writes to as an argument: that reaches the caller"
+        )
+    assert not module.count.any()
+
+
 def test_modules_from_outside_and_their_updates(mesh):
     layer, scale = nn.Linear(2, 3), torch.tensor(2.0)
     with torch.inference_mode():

@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -251,6 +252,10 @@ def test_interrupt_leaves_the_mesh_usable(mesh, tmp_path):
     assert mesh.run(lambda: iris.current()._board.waiting) == [""] * 4  # else called slow later
 
 
+def shared_kilobytes() -> int:
+    return int(Path("/proc/self/status").read_text().partition("RssShmem:")[2].split()[0])
+
+
 def test_death_restart_and_close(capfd):
     mesh = iris.local_mesh(2, "tp", heap_size=1 << 20, env={"IRIS_SLOW": "7"})
     f, x = _total(mesh), torch.ones(2, 2)
@@ -265,12 +270,17 @@ def test_death_restart_and_close(capfd):
         "help: mesh.restart() starts new ones; what they kept is lost"
     )
     mesh.restart()
-    after = f(x)
+    after, used = f(x), shared_kilobytes()
+    weight = torch.ones(1 << 24)  # its copy is what goes with the mesh
+    large = iris.spmd(mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))(lambda x: x * weight[:2])
+    assert torch.equal(large(x), x)
+    assert shared_kilobytes() > used + (1 << 15)
     assert repr(mesh) == "LocalMesh(tp=2: 2 running)"
     pids = mesh.pids
     mesh.close()
     mesh.close()
     assert repr(mesh) == "LocalMesh(tp=2: closed)"
+    assert shared_kilobytes() < used + (1 << 14)
     assert torch.equal(before, after)
     with pytest.raises(iris.IrisError, match="the local mesh is closed"):
         f(x)
