@@ -190,6 +190,7 @@ def test_cache_modifiers_reach_wide_accesses(assembly):
 
 @pytest.mark.parametrize("name", ["atomics", "barrier", "wait for many"])
 def test_everything_that_synchronises_has_system_scope(assembly, name):
+    # ROCm/iris#462
     text = assembly[name]
     found = re.findall(r"\b(?:atom|red|fence)\.\S+|\b\S+\.(?:acquire|release)\.\S+", text)
     assert len(found) >= 4

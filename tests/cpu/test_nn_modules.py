@@ -90,6 +90,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_after_the_first_call_is_seen(block, name):
+    # pytorch/pytorch#120958, pytorch/pytorch#110797
     check(block)
     CHANGES[name](block)
     check(block)
@@ -131,6 +132,7 @@ def test_same_dtype_again_is_not_traced_again():
 
 
 def test_a_library_module_is_decorated_as_it_is():
+    # pytorch/pytorch#104984
     iris.iris(1 << 20)
     stack = nn.Sequential(nn.Linear(8, 1), nn.Sigmoid()).eval()
     names, x = list(stack.state_dict()), torch.randn(4, 8)

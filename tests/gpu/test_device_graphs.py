@@ -123,6 +123,7 @@ def back_to_back(replays, rounds):
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_10000_barriers_without_the_host(ranks, world):
+    # deepseek-ai/DeepEP#423
     ranks(world).run(back_to_back, 100, 50, timeout=110)
 
 
@@ -170,6 +171,7 @@ def puts(replays, rounds):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_puts_before_a_barrier_equal_gets_after_it(ranks, world):
+    # ROCm/aiter#4856
     ranks(world).run(puts, 20, 50, timeout=110)
 
 

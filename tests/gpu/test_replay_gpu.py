@@ -67,6 +67,11 @@ STAGES = {
         P(),
         lambda x, w, v: iris.all_reduce(x @ w, "tp") + 1,
     ),
+    "matmul_all_reduce of a row": (  # flashinfer-ai/flashinfer#3053
+        (P(None, "tp"), P("tp"), P()),
+        P(),
+        lambda x, w, v: iris.all_reduce(x[:1] @ w, "tp"),
+    ),
     "matmul_all_gather": (
         (P("tp"), P(), P()),
         P(),
@@ -127,6 +132,7 @@ def _reference(stage, x, w, v):
         "all_gather_matmul": lambda: gathered,
         "matmul_all_gather": lambda: gathered,
         "matmul_all_reduce": lambda: x @ w + 1,
+        "matmul_all_reduce of a row": lambda: x[:1] @ w,
         "all_gather": lambda: x,
         "all_to_all": lambda: x,
     }.get(stage, lambda: x @ w)()
@@ -135,6 +141,7 @@ def _reference(stage, x, w, v):
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_replays_are_the_same_bits(run, stage, world):
+    # vllm-project/vllm#46913, vllm-project/vllm#30650, ROCm/iris#226
     assert run(_soak, world, stage, 500) == [0] * world
 
 

@@ -65,6 +65,7 @@ def _ring():
 @pytest.mark.parametrize("allocator", ["torch", "vmem", "symm_mem"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_allocator_maps_peers(world, allocator):
+    # yifuwang/symm-mem-recipes#5
     if allocator == "vmem":
         pytest.importorskip("cuda.bindings")
     env = {"IRIS_ALLOCATOR": allocator, "IRIS_DEVICE": "cuda"}
@@ -140,6 +141,7 @@ def _drop_while_a_kernel_reads():
 
 
 def test_memory_in_use_by_kernels_is_not_reused(ranks):
+    # tenstorrent/tt-metal#57458
     assert ranks(2).run(_drop_while_a_kernel_reads) == [20.0 * (1 << 20)] * 2
 
 
@@ -168,6 +170,7 @@ def test_a_rank_killed_in_a_device_barrier_ends_the_job():
 
 
 def test_visible_devices_may_differ_between_ranks():
+    # ROCm/rocm-systems#8136, pytorch/pytorch#15051
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     orders = ["0,1", "1,0"]

@@ -107,6 +107,7 @@ def check_op(op, dtypes):
 
 @pytest.mark.parametrize("op", CASES)
 def test_each_op_on_each_documented_dtype(ranks, op):
+    # triton-lang/triton#4992
     ranks(2).run(check_op, op, CASES[op])
 
 
@@ -216,5 +217,6 @@ def count_under_lock(programs, times):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_spin_lock_protects_plain_stores(ranks, world):
+    # triton-lang/triton#1421
     programs, times = (64, 100) if torch.cuda.is_available() else (2, 10)
     ranks(world).run(count_under_lock, programs, times)

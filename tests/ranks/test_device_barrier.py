@@ -69,6 +69,7 @@ def test_nobody_leaves_before_all_have_come(ranks, world):
 
 @pytest.mark.parametrize("epoch", [2**31 - 3, 2**32 - 3], ids=["int32", "uint32"])
 def test_epochs_wrap(ranks, epoch):
+    # alibaba/rtp-llm#1418
     ranks(2).run(nobody_is_early, 5, epoch)
 
 
@@ -97,6 +98,7 @@ def two_groups(rounds):
 
 
 def test_groups_that_share_ranks_do_not_mix(ranks):
+    # pytorch/pytorch#192581
     ranks(3).run(two_groups, 10)
 
 

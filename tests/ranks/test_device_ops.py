@@ -198,6 +198,7 @@ def blocks_and_views():
 
 
 def test_blocks_of_views_with_a_hint(ranks):
+    # torch-spyre/torch-spyre#3018
     ranks(2).run(blocks_and_views)
 
 
@@ -223,4 +224,5 @@ def fresh_allocations(rounds):
 
 
 def test_new_allocations_are_usable_on_every_peer_at_once(ranks):
+    # NVIDIA/cutlass#3143
     ranks(2).run(fresh_allocations, 500 if torch.cuda.is_available() else 20)

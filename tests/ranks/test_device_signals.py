@@ -55,6 +55,7 @@ def play(rounds):
 
 
 def test_what_was_stored_before_a_signal_is_there_after_the_wait(ranks):
+    # triton-lang/triton#11676
     ranks(2).run(play, 10_000 if torch.cuda.is_available() else 20)
 
 

@@ -217,6 +217,7 @@ def test_matmul_all_gather(ranks, world, M, N, K, dtype, layout):
 @pytest.mark.parametrize("one_shot", [True, False])
 @pytest.mark.parametrize(("world", "M", "N", "K", "dtype", "layout"), SHAPES)
 def test_matmul_all_reduce(ranks, world, M, N, K, dtype, layout, one_shot):
+    # triton-lang/triton#11584, ROCm/iris#21
     case = (MatmulAllReduce, M, N, K, dtype, layout)
     ranks(world).run(product_case, *case, one_shot=one_shot)
 

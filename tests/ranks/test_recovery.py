@@ -250,5 +250,6 @@ def ends_with_live_programs():
 
 
 def test_processes_end_in_order_with_live_programs():
+    # pytorch/pytorch#115388
     answers = iris.launch(ends_with_live_programs, 2, timeout=40)
     assert answers == [([True] * 3, rank) for rank in range(2)]

@@ -58,6 +58,7 @@ def _rounds(rounds, first_epoch):
 
 @pytest.mark.parametrize("first_epoch", [0, 2**31 - 3, 2**32 - 3])
 def test_groups_are_isolated_and_epochs_wrap(ranks, first_epoch):
+    # pytorch/pytorch#192581, alibaba/rtp-llm#1418
     for epochs in ranks(4).run(_rounds, 500, first_epoch):
         assert set(epochs) == {500}
 
@@ -294,6 +295,7 @@ def _broadcasts():
 
 
 def test_broadcast(ranks):
+    # pytorch/pytorch#130515
     assert ranks(3).run(_broadcasts) == [True] * 3
 
 

@@ -60,6 +60,7 @@ def _churn(order, rounds):
 @pytest.mark.parametrize("order", ["lifo", "fifo", "random"])
 @pytest.mark.parametrize(("world", "rounds"), [(1, 10_000), (2, 10_000)])
 def test_dropped_blocks_are_reused(ranks, order, world, rounds):
+    # ROCm/iris#72
     for offsets in ranks(world).run(_churn, order, rounds):
         assert set(offsets) <= {n << 20 for n in range(4)}
 
@@ -128,6 +129,7 @@ def _local_histories():
 
 
 def test_offsets_are_equal_whatever_ranks_allocate_elsewhere(ranks):
+    # pytorch/pytorch#190977
     offsets = ranks(3).run(_local_histories)
     assert offsets[0] == offsets[1] == offsets[2]
 
@@ -172,6 +174,7 @@ def _exhaust():
 
 
 def test_exhaustion_says_all_and_a_smaller_allocation_works(ranks):
+    # Sandia-OpenSHMEM/SOS#320
     lines = ranks(2).run(_exhaust)[1].splitlines()
     first = int(lines[0].split(":")[1].split()[0]) - 4
     here = "test_runtime_heap.py"
@@ -234,6 +237,7 @@ def _foreign_and_empty():
 
 
 def test_what_is_on_the_heap(ranks):
+    # ROCm/iris#516
     assert ranks(2).run(_foreign_and_empty) == [([True] * 4, [False] * 3)] * 2
 
 

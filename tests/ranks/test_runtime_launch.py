@@ -248,6 +248,7 @@ if __name__ == "__main__":
 
 
 def test_jobs_run_side_by_side():
+    # pytorch/pytorch#126510
     jobs = [_python(JOB, "0.5") for _ in range(2)]
     assert [_finish(job).split()[-1] for job in jobs] == ["done"] * 2
 
@@ -279,6 +280,7 @@ def _children(pid):
 
 
 def test_killing_the_launcher_leaves_nothing():
+    # ROCm/ATOM#1511
     before = _leftovers()
     job = _python(JOB, "1000")
     pids = [int(job.stdout.readline()) for _ in range(2)]
@@ -394,6 +396,7 @@ def test_under_torchrun_peers_say_why_a_rank_died(script):
 
 
 def test_import_starts_nothing():
+    # vllm-project/vllm#33938
     code = """
 import os
 import iris

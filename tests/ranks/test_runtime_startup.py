@@ -21,6 +21,7 @@ def _join():
 
 @pytest.mark.parametrize("when", ["before iris.iris()", "at the first allocation"])
 def test_a_rank_that_is_lost_in_start_up_is_named(when):
+    # pytorch/pytorch#194911
     def start():
         if os.environ["RANK"] == "1" and when == "before iris.iris()":
             os._exit(9)

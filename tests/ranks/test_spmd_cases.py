@@ -210,6 +210,9 @@ def _views():
         assert torch.equal(turned(rows, w), total.t())
     layout = rows if ctx.cur_rank else rows.t().contiguous().t()
     assert torch.equal(iris.spmd(lambda t: iris.all_reduce(t, "tp"))(layout), world * rows)
+    own = rows.t().clone()
+    ctx.ccl.all_reduce(own.t(), own.t())  # in place, through a view
+    assert torch.equal(own, world * rows.t())
 
 
 def test_operands_are_what_their_strides_and_offsets_say(ranks):
@@ -247,21 +250,24 @@ def test_sizes_around_tiles_and_nothing_at_all(ranks, lowering):
 
 
 def _rows_do_not_matter(lowering, dtype):
-    ctx = iris.iris(1 << 22)
+    """All of it goes in two steps, the rows in one: of three ranks the order of a sum counts."""
+    ctx = iris.iris(1 << 24)
     torch.manual_seed(ctx.cur_rank)
-    x = torch.randn(300, 8).to(dtype)
+    x, w = torch.randn(100, 1400).to(dtype), torch.randn(4, 5).to(dtype)
     reduce = iris.spmd(lowering=lowering)(lambda x: iris.all_reduce(x, "tp"))
-    whole = reduce(x)
-    for k in (1, 64, 299):
+    product = iris.spmd(lowering=lowering)(lambda x, w: iris.all_reduce(x @ w, "tp"))
+    whole, eager, products = reduce(x), iris.all_reduce(x), product(x[:, :4], w)
+    for k in (1, 64, 90):
         assert torch.equal(reduce(x[:k].clone()), whole[:k])
-        assert torch.equal(iris.all_reduce(x[:k].clone()), iris.all_reduce(x)[:k])
+        assert torch.equal(iris.all_reduce(x[:k].clone()), eager[:k])
+        assert torch.equal(product(x[:k, :4], w), products[:k])
 
 
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_sums_of_some_rows_are_rows_of_the_sum(ranks, lowering, dtype):
     # vllm-project/vllm#57042
-    ranks(2).run(_rows_do_not_matter, lowering, dtype)
+    ranks(3).run(_rows_do_not_matter, lowering, dtype)
 
 
 def _numbers(lowering):
