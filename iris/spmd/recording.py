@@ -7,6 +7,7 @@ import re
 import sys
 import sysconfig
 import types
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -94,7 +95,7 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.aten.lift_fresh.default:  # what it lifts must not be written to
             func = torch.ops.aten.lift_fresh_copy.default
         operands, key = self._described((args, kwargs))
-        if func._schema.is_mutable and operands[0][0].op == "get_attr":
+        if func._schema.is_mutable and any(n.op == "get_attr" for n in _written(func, *operands)):
             raise WriteOutside
         result = self._repeated((func, key))
         if result is None:
@@ -163,6 +164,15 @@ class Recorder(TorchDispatchMode):
                     part = self.graph.call_function(operator.getitem, (node, index))
                     part.meta = {"val": item, "loc": node.meta["loc"]}
                     self._note(item, part)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.fx.Node]:
+    """The operands that ``func`` writes to."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            many = given if isinstance(given, list | tuple) else [given]
+            yield from (node for node in many if isinstance(node, torch.fx.Node))
 
 
 def returned(graph: torch.fx.Graph) -> Any:

@@ -294,12 +294,22 @@ def test_in_place_writes_reach_the_caller():
         assert x.tolist() == [0, 4, 0]
 
 
-def test_writing_to_an_outside_tensor_is_refused():
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda outside, x: outside.add_(x),
+        lambda outside, x: outside.add_(1),
+        lambda outside, x: torch._foreach_add_([outside], 1.0),
+        lambda outside, x: torch.add(x, 1, out=outside),
+    ],
+    ids=["by an argument", "by a number", "in a list", "out"],
+)
+def test_writing_to_an_outside_tensor_is_refused(write):
     outside = torch.zeros(2)
 
     @iris.spmd
     def f(x):
-        outside.add_(x)
+        write(outside, x)
         return x
 
     with pytest.raises(iris.TraceError, match="changes in place a tensor that is not an argument"):
