@@ -83,10 +83,10 @@ def before(case, x, ws, scales, extra):
 
 def after(case, y, ws, scales, extra):
     """What becomes of what was communicated."""
-    if case.kind in ("reduce", "norm"):
-        return after_sum(case, y, extra)
-    if case.kind != "gather":
+    if case.kind == "send":
         return y
+    if case.kind != "gather":
+        return after_sum(case, y, extra)
     ys = [result(case, product(case, y, w, scales), i, extra) for i, w in enumerate(ws)]
     if case.weights == 2 and case.residual:
         ys = [F.silu(ys[0]) * ys[1]]  # a pair that shares an epilogue
@@ -105,6 +105,11 @@ def program(case):
     return run
 
 
+# Specs of what is added to rows or columns of a sum.
+SCATTERED = (
+    {"bias": P(), "residual": P("tp"), "weight": P()},
+    {"bias": P("tp"), "residual": P(None, "tp"), "weight": P()},
+)
 KINDS = ("gather", "scatter", "reduce", "send", "norm")
 COLLECTIVES = {
     **dict.fromkeys(("gather", "send"), "all_gather"),
@@ -168,6 +173,10 @@ def operands(case, seed, exact, rank, world):
         "residual": values(plain, seed + 80, exact, case.M, case.N),
         "weight": values(plain, seed + 90, exact, case.N).repeat_interleave(2)[::2],
     }
+    if case.kind == "scatter":
+        of_bias, of_residual = (SCATTERED[case.dim][name] for name in ("bias", "residual"))
+        extra["bias"] = [shard(bias, of_bias, rank, world) for bias in extra["bias"]]
+        extra["residual"] = shard(extra["residual"], of_residual, rank, world)
     scales = (torch.tensor(0.5), torch.tensor(4.0))
     layout = "rows" if case.batched else case.layout
     return laid(shard(x, of_x, rank, world), layout), ws, scales, extra
@@ -200,7 +209,7 @@ def in_specs(case):
     of_x, of_w = specs(case)
     if case.kind in ("gather", "send") and case.dim == (case.kind == "send"):
         return of_x, of_w, P(), {"bias": P("tp"), "residual": P(), "weight": P()}
-    return of_x, of_w, P(), P()
+    return of_x, of_w, P(), SCATTERED[case.dim] if case.kind == "scatter" else P()
 
 
 def expected(case, seed, exact, rank, world):

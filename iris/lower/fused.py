@@ -151,6 +151,7 @@ class FusedCall:
     ) -> None:
         """Launch the kernel; ``scale`` is the weight of a norm."""
         match, dry = self.match, self.dry
+        late: dict[str, Any] = {"after_args": args[-1]} if match.late else {}
         scale = None if scale is None else scale.contiguous()
         if match.stage == "all_gather_matmul":
             kept = outs[-1] if match.gathered else None
@@ -161,7 +162,6 @@ class FusedCall:
             x = left.reshape(outs[0].shape).contiguous()
             self.stage(x, scale, out=outs[1], summed=outs[0], args=args[0], dry=dry)
         elif match.stage == "matmul_all_reduce":
-            late: dict[str, Any] = {"after_args": args[1]}
             if match.norm is not None:
                 late |= {"weight": scale, "eps": match.norm.eps, "normed": outs[1]}
             self.stage(left, weights[0], out=outs[0], args=args[0], **late, dry=dry)
@@ -169,7 +169,7 @@ class FusedCall:
             x, w, out = left, weights[0], outs[0]
             if self.turned:
                 x, w, out = w.T, x.T, out.T
-            self.stage(x, w, out=out, args=args[0], dry=dry)
+            self.stage(x, w, out=out, args=args[0], **late, dry=dry)
 
 
 def results_of(match: Match) -> tuple[str, ...]:
@@ -235,6 +235,7 @@ def _build_then(site: Site, functions: Functions) -> tuple[Stage, bool]:
         dtype=dtype,
         part_dtype=values.dtype(sent),
         epilogue=functions[0],
+        after=functions[-1] if match.late else identity,
         config=site.gemm(make.tile_rows(M, site.group), N, k, dtype),
     )
     return stage, turned

@@ -250,13 +250,19 @@ def _matmul_then(body: _Body) -> Match | str:
     shape, dim = body.shape(last.uses[0]), _dim(last)
     if dim != len(shape) - 1 and any(n != 1 for n in shape[:dim]):
         return f"rows of dim {dim} do not lie together"
+    late = None
+    if last.op == "reduce_scatter":
+        late = _chain(after, [last.out.name], body.kept, body.types)
+        assert late is not None
+        after = after[len(late.nodes) :]
     return Match(
         body.stage.op,
         last,
-        (last.out.name,),
+        (last.out.name if late is None else late.result,),
         tuple(before),
         tuple(body.products),
         (early,),
+        late,
         after=tuple(after),
     )
 

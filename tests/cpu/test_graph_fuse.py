@@ -143,6 +143,19 @@ def test_three_dims_before_reduce_scatter(dim: int) -> None:
     assert stages(graph) == ["matmul_reduce_scatter: matmul _unsafe_view _to_copy reduce_scatter"]
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_bias_and_residual_after_reduce_scatter(dim: int) -> None:
+    def layer(x, w, b, r):
+        h = r + (iris.reduce_scatter(x @ w, "tp", dim=dim) + b)
+        return h, torch.rsqrt(h.pow(2).mean(1 - dim, keepdim=True)) * h
+
+    spec = P("tp", None) if dim == 0 else P(None, "tp")
+    specs, args = (COLUMNS, ROWS, P(*spec.dims[1:]), spec), (zeros(8, 4), zeros(4, N))
+    given = (zeros(N), zeros(2, N)) if dim == 0 else (zeros(N // 4), zeros(8, N // 4))
+    graph = fused(layer, specs, (spec, spec), *args, *given)
+    assert stages(graph) == ["matmul_reduce_scatter: matmul reduce_scatter add add"]
+
+
 NORMS = {
     "_fused": lambda h, g: F.rms_norm(h, (N,), g, 1e-6),
     "float": lambda h, g: (

@@ -130,6 +130,18 @@ def test_every_weight_has_an_epilogue_of_its_own():
     assert match.after == ()
 
 
+def test_what_follows_a_scattered_sum_is_its_epilogue():
+    def program(x, w, b):
+        y = F.relu(iris.reduce_scatter(x @ w, "tp", dim=0) + b)
+        return y, y.cumsum(0)
+
+    traced = iris.spmd(mesh=MESH, in_specs=(COLUMNS, ROWS, P()), lowering="triton")(program)
+    graph = traced.trace(empty(8, 2), empty(2, 8), empty(8)).lower().graph
+    match = next(iter(choose(graph, "triton", None, {}).values())).match
+    assert [node.op.partition(".")[0] for node in match.late.nodes] == ["add", "relu"]
+    assert match.after == ()
+
+
 SELECTORS = {
     "of today": """\
         class OrigamiMatmulSelector:

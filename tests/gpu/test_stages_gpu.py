@@ -45,7 +45,7 @@ FUSED = [
     Case("gather", 100, N, K, FP8),
     Case("gather", 96, N, K, FP8, dim=1),
     Case("gather", 100, N, K, INT8),
-    Case("scatter", 100, N, K, BF16, epilogue="scale"),
+    Case("scatter", 100, N, K, BF16, epilogue="scale", bias=True, residual=True),
     Case("scatter", 5, N, K, BF16, linear=True),
     Case("scatter", 72, N, K, FP8),
     Case("scatter", 72, N, K, FP8, dim=1),

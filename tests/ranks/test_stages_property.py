@@ -67,7 +67,7 @@ def cases(kind):
         }
     elif kind == "scatter":
         fields |= {"dim": st.integers(0, 1), "epilogue": st.sampled_from([*LINEAR])}
-        fields |= {"batched": booleans}
+        fields |= {"batched": booleans, "residual": booleans}
     elif kind == "reduce":
         fields |= {"epilogue": st.sampled_from([*LINEAR]), "residual": booleans}
         fields |= {"norm": st.sampled_from(["", *NORMS])}

@@ -36,7 +36,7 @@ class Unfused:
 def fuse(graph: Graph) -> Graph:
     """``f(all_gather(x) @ w)           => all_gather_matmul(x, w)``
 
-    ``reduce_scatter(f(a @ b))       => matmul_reduce_scatter(a, b)``
+    ``reduce_scatter(f(a @ b)) + r   => matmul_reduce_scatter(a, b, r)``
     ``norm(all_reduce(f(a @ b)) + r) => matmul_all_reduce(a, b, r)``
     ``all_gather(f(a @ b))           => matmul_all_gather(a, b)``
     ``norm(all_reduce(x) + r)        => all_reduce_norm(x, r)``
@@ -152,11 +152,12 @@ def distance_fault(bench: Bench, group: set[int], node: Node) -> str | None:
 
 
 def fuse_reduce_scatter(bench: Bench, number: int) -> str | None:
-    """Fuse a reduce_scatter with the matmul that makes what it sums."""
+    """Fuse a reduce_scatter with the matmul before it and the bias and residual after it."""
     found = reduction_fault(bench, number) or product_before(bench, number)
     if isinstance(found, str):
         return found
-    bench.contract(found, "matmul_reduce_scatter", bench.nodes[number].loc)
+    group, _ = after_sum(bench, found, number, norm=False)
+    bench.contract(group, "matmul_reduce_scatter", bench.nodes[number].loc)
     return None
 
 
@@ -182,13 +183,15 @@ def reduction_fault(bench: Bench, number: int) -> str | None:
     return None if how == "sum" else f"its op is {how}, only sums are fused"
 
 
-def after_sum(bench: Bench, core: set[int], number: int) -> tuple[set[int], bool]:
+def after_sum(
+    bench: Bench, core: set[int], number: int, norm: bool = True
+) -> tuple[set[int], bool]:
     """``core`` with the pointwise chain after the sum and its RMSNorm; whether there is one."""
     group, values, value = set(core), set(), bench.nodes[number].out.name
     normed: set[int] | None = None
     while True:
         values.add(value)
-        normed = rms_norm(bench, value) if bench.shape(value) else None
+        normed = rms_norm(bench, value) if norm and bench.shape(value) else None
         readers = bench.readers_of(value)
         if normed or value in bench.live or len(readers) != 1:
             break
