@@ -219,6 +219,7 @@ class RankPool:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher serves the store, not rank 0
+            "TORCHELASTIC_RESTART_COUNT": "0",
             **extra,
         }
 

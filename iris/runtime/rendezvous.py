@@ -121,9 +121,10 @@ def _tcp_store(rank: int) -> Store:
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _required("MASTER_PORT")
     if not 0 < port < 1 << 16:
         raise ConfigError(f"MASTER_PORT={port} is not a port", help="use a free one below 65536")
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     what = f"iris.iris: connect to the store at {address}:{port}"
     serves = rank == 0 and not served
-    return _bounded(
+    store = _bounded(
         what,
         lambda: TCPStore(
             address,
@@ -133,6 +134,8 @@ def _tcp_store(rank: int) -> Store:
             wait_for_workers=False,
         ),
     )
+    # torchrun's store keeps what ranks said before it started them again.
+    return PrefixStore(f"iris/restart {restarts}", store) if restarts != "0" else store
 
 
 def _bounded(what: str, call: Callable[[], T], check: Callable[[bool], object] = bool) -> T:

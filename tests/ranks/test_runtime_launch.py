@@ -358,6 +358,8 @@ SCRIPT = """
     import os, sys
     import iris
 
+    if sys.argv[1:] == ["fail once"] and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        assert os.environ["RANK"] != "1", "fails before iris.iris()"
     ctx = iris.iris(1 << 20)
     x = ctx.full((4,), ctx.get_rank())
     ctx.barrier()
@@ -385,6 +387,11 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
 def test_torchrun(script):
     # Each rank prints its 3; the lines of several processes may run into one another.
     assert "".join(_finish(_python(None, *TORCHRUN, script)).split()) == "333"
+
+
+def test_torchrun_may_start_ranks_again(script):
+    out = _finish(_python(None, *TORCHRUN, "--max-restarts=1", script, "fail once"))
+    assert "".join(out.split()) == "333"
 
 
 def test_under_torchrun_peers_say_why_a_rank_died(script):
