@@ -179,7 +179,10 @@ class Creation:
             raise IrisError(f"the heap has no {meta.layout} tensors", help="use torch.strided")
         spans = ((n - 1) * step for n, step in zip(meta.shape, meta.stride(), strict=True))
         elements = sum(spans) + 1 if meta.numel() else 0
-        return self.heap.allocate(elements * meta.element_size(), group)
+        what = f"{str(meta.dtype).removeprefix('torch.')}{list(meta.shape)}"
+        if not meta.is_contiguous():
+            what += f" with strides {list(meta.stride())}"
+        return self.heap.allocate(elements * meta.element_size(), group, what=what)
 
     def _finish(self, tensor: Tensor, requires_grad: bool) -> Tensor:
         """Wait until all ranks have filled theirs, so that a peer's store is not overwritten."""

@@ -45,15 +45,16 @@ class _Request:
     align: int
     internal: bool
     line: str
+    what: str = ""  # that is to lie there
     lead: int = 0  # bytes of guard in front
     drops: tuple[Key, ...] = ()
     high_top: int = 0
     faults: tuple[str, ...] = ()  # what its guards found
 
     @property
-    def wish(self) -> tuple[int, int, int, bool]:
+    def wish(self) -> tuple[int, int, int, bool, str]:
         """The part that must be equal on all members."""
-        return self.nbytes, self.taken, self.align, self.internal
+        return self.nbytes, self.taken, self.align, self.internal, self.what
 
 
 @dataclass
@@ -129,12 +130,18 @@ class Heap:
         self._guards = Guards(world.index, self._view) if config.check() else None
 
     def allocate(
-        self, nbytes: int, group: Group | None = None, align: int = ALIGN, internal: bool = False
+        self,
+        nbytes: int,
+        group: Group | None = None,
+        align: int = ALIGN,
+        internal: bool = False,
+        what: str = "",
     ) -> Block:
         """Return an uninitialised block. Collective over ``group`` (the world by default).
 
-        ``internal`` blocks hold the library's state and do not count against the user's capacity.
-        Raises on every member: ``CollectiveMismatchError`` where sizes differ,
+        ``what`` describes the tensor that is to lie there, alike on all members. ``internal``
+        blocks hold the library's state and do not count against the user's capacity.
+        Raises on every member: ``CollectiveMismatchError`` where sizes or ``what`` differ,
         ``HeapExhaustedError`` where any member has no room.
         """
         group = group or self._world
@@ -142,7 +149,7 @@ class Heap:
         align = max(align, ALIGN)
         lead, guards = (align, align + GUARD_BYTES) if self._guards is not None else (0, 0)
         taken = _round_up(max(1, nbytes) + guards, ALIGN)
-        request = _Request(nbytes, taken, align, internal, user_line(), lead)
+        request = _Request(nbytes, taken, align, internal, user_line(), what, lead)
         places: Sequence[int | None] = ()
         for attempt in range(2):
             if attempt:
@@ -242,11 +249,12 @@ class Heap:
         self._free(group, answers)
         if any(answer.wish != request.wish for answer in answers):
             lines = [
-                f"  rank {rank}: {answer.nbytes} bytes at {answer.line}"
+                f"  rank {rank}: {answer.nbytes} bytes{answer.what and ' of ' + answer.what} "
+                f"at {answer.line}"
                 for rank, answer in zip(group.ranks, answers, strict=True)
             ]
             raise CollectiveMismatchError(
-                "ranks of one group allocate different sizes\n" + "\n".join(lines),
+                "ranks of one group allocate different tensors\n" + "\n".join(lines),
                 help="allocation is collective: every rank must ask for the same shape and dtype",
             )
         return max(answer.high_top for answer in answers)

@@ -251,9 +251,9 @@ def test_a_group_allocates_without_the_others(ranks):
     assert (first, nothing, third) == ((2, 3), None, (2, 1))
     assert text == same
     lines = text.splitlines()
-    assert lines[0] == "ranks of one group allocate different sizes"
-    assert lines[1].startswith("  rank 2: 50 bytes at test_runtime_creation.py:")
-    assert lines[2].startswith("  rank 0: 51 bytes at test_runtime_creation.py:")
+    assert lines[0] == "ranks of one group allocate different tensors"
+    assert lines[1].startswith("  rank 2: 50 bytes of int8[50] at test_runtime_creation.py:")
+    assert lines[2].startswith("  rank 0: 51 bytes of int8[51] at test_runtime_creation.py:")
 
 
 def test_peer_tables_point_to_the_same_tensor(ranks):

@@ -189,18 +189,38 @@ def test_exhaustion_says_all_and_a_smaller_allocation_works(ranks):
     ]
 
 
-def _different_sizes():
+def _different_tensors():
     ctx = iris(1 << 20)
-    with pytest.raises(CollectiveMismatchError) as caught:
-        ctx.zeros(100 + ctx.cur_rank)
-    assert ctx.zeros(10).numel() == 10
-    return str(caught.value)
+    rows, texts = torch.arange(6.0).reshape(2, 3), []
+    for make in (
+        lambda: ctx.zeros(100 + ctx.cur_rank),
+        lambda: ctx.zeros(2, 3) if ctx.cur_rank else ctx.zeros(3, 2),
+        lambda: ctx.empty(4, dtype=[torch.float32, torch.int32][ctx.cur_rank]),
+        lambda: ctx.as_symmetric(rows if ctx.cur_rank else rows.T.contiguous().T),
+    ):
+        with pytest.raises(CollectiveMismatchError) as caught:
+            make()
+        texts.append(re.sub(r"py:\d+", "py:7", str(caught.value)))
+        assert ctx.zeros(10).numel() == 10
+    return texts
 
 
-def test_different_sizes_are_refused_on_all_ranks(ranks):
-    for text in ranks(2).run(_different_sizes):
-        assert "rank 0: 400 bytes at test_runtime_heap.py:" in text
-        assert "rank 1: 404 bytes at test_runtime_heap.py:" in text
+def test_different_tensors_are_refused_on_all_ranks(ranks):
+    first, second = ranks(2).run(_different_tensors)
+    assert first == second
+    both = [
+        ("400 bytes of float32[100]", "404 bytes of float32[101]"),
+        ("24 bytes of float32[3, 2]", "24 bytes of float32[2, 3]"),
+        ("16 bytes of float32[4]", "16 bytes of int32[4]"),
+        ("24 bytes of float32[2, 3] with strides [1, 2]", "24 bytes of float32[2, 3]"),
+    ]
+    for text, (one, other) in zip(first, both, strict=True):
+        assert text == (
+            "ranks of one group allocate different tensors\n"
+            f"  rank 0: {one} at test_runtime_heap.py:7\n"
+            f"  rank 1: {other} at test_runtime_heap.py:7\n"
+            "help: allocation is collective: every rank must ask for the same shape and dtype"
+        )
 
 
 def _whole_capacity(size):
