@@ -72,7 +72,10 @@ class Zygote:
 
     def reap(self, pid: int) -> int | None:
         """Return the exit code of a rank, negative for a signal; None while it runs."""
-        status = self._ask(_REAP, pid, [])
+        try:
+            status = self._ask(_REAP, pid, [])
+        except LaunchError:
+            return -signal.SIGKILL  # its ranks are killed with the zygote
         return None if status == _RUNNING else os.waitstatus_to_exitcode(status)
 
     def close(self) -> None:
@@ -91,6 +94,7 @@ class Zygote:
             except OSError:
                 reply = b""
         if not reply:
+            _started.cache_clear()  # the next rank comes from another one
             raise LaunchError(
                 "the process that forks ranks has ended",
                 help="its messages are on stderr; does `python -c 'import torch, iris'` work?",

@@ -1,5 +1,6 @@
 """The local mesh in a session: a real notebook kernel, output, errors, interrupts, deaths, ends."""
 
+import contextlib
 import os
 import re
 import signal
@@ -252,6 +253,23 @@ def test_interrupt_leaves_the_mesh_usable(mesh, tmp_path):
     assert mesh.run(lambda: iris.current()._board.waiting) == [""] * 4  # else called slow later
 
 
+def test_a_second_interrupt_ends_ranks_that_do_not_stop(mesh, tmp_path):
+    def stubborn(path):
+        while iris.current().get_rank() == 1:
+            (path / str(time.monotonic_ns())).touch()
+            with contextlib.suppress(KeyboardInterrupt):
+                time.sleep(60)
+
+    for count in (1, 2):
+        _interrupt_when(lambda count=count: len(list(tmp_path.iterdir())) == count)
+    with pytest.raises(KeyboardInterrupt):
+        mesh.run(stubborn, tmp_path)
+    with pytest.raises(iris.PeerError, match="rank 1 was killed by SIGKILL"):
+        mesh.run(int)
+    mesh.restart()
+    assert mesh.run(int) == [0] * 4
+
+
 def shared_kilobytes() -> int:
     return int(Path("/proc/self/status").read_text().partition("RssShmem:")[2].split()[0])
 
@@ -300,6 +318,15 @@ if sys.argv[1] == "interrupted":  # while the process that forks ranks starts
 else:
     mesh = iris.local_mesh(2)
 assert mesh.run(os.getpid) == list(mesh.pids)
+if sys.argv[1] == "orphaned":
+    os.kill(mesh.run(os.getppid)[0], 9)  # what forks ranks, and what they die with
+    for error in (iris.LaunchError, iris.PeerError):
+        try:
+            while True:
+                mesh.run(int)
+        except error as found:
+            assert "was killed by SIGKILL" in str(found), found
+    mesh.restart()
 if sys.argv[1] == "restarted":  # by another process
     os.environ["TORCH_OTHER"] = "1"
     mesh.restart()
@@ -313,7 +340,7 @@ if sys.argv[1] == "killed":
 """
 
 
-@pytest.mark.parametrize("way_out", ["returns", "killed", "interrupted", "restarted"])
+@pytest.mark.parametrize("way_out", ["returns", "killed", "interrupted", "restarted", "orphaned"])
 def test_process_exit_leaves_nothing(way_out, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
