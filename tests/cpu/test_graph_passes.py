@@ -73,6 +73,25 @@ def test_each_pass_is_seen() -> None:
             "%0: f32[4, 6] = neg(%x)\n%1: f32[4, 6] = slice.Tensor(%0, 0, 0, 4)\nreturn %1",
             "%0: f32[4, 6] = neg(%x)\nreturn %0",
         ),
+        # a batch of one matrix
+        (
+            "%0: f32[1, 4, 6] = unsqueeze(%x, 0)\n%1: f32[6, 4]~tp = t(%y)\n"
+            "%2: f32[1, 6, 4]~tp = expand(%1, (1, 6, 4))\n%3: f32[1, 4, 4]~tp = matmul(%0, %2)\n"
+            "%4: f32[1, 4, 4]~tp = neg(%3)\nreturn %4",
+            "%0: f32[1, 4, 6] = unsqueeze(%x, 0)\n%1: f32[6, 4]~tp = t(%y)\n"
+            "%view_of_3: f32[4, 6] = view(%0, (4, 6))\n"
+            "%matmul_of_3: f32[4, 4]~tp = matmul(%view_of_3, %1)\n"
+            "%3: f32[1, 4, 4]~tp = view(%matmul_of_3, (1, 4, 4))\n"
+            "%4: f32[1, 4, 4]~tp = neg(%3)\nreturn %4",
+        ),
+        *(
+            [
+                "%0: f32[2, 4, 6] = stack((%x, %x))\n%1: f32[6, 4]~tp = t(%y)\n"
+                "%2: f32[2, 6, 4]~tp = expand(%1, (2, 6, 4))\n"
+                "%3: f32[2, 4, 4]~tp = matmul(%0, %2)\nreturn %3",
+            ]
+            * 2,
+        ),
         # what the caller gets is neither an argument nor one value twice
         *[("%0: f32[4, 6] = view(%x, (4, 6))\nreturn %0",) * 2],
         *[("%0: f32[4, 6] = neg(%x)\n%1: f32[4, 6] = view(%0, (4, 6))\nreturn %0, %1",) * 2],

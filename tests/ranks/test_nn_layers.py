@@ -249,6 +249,55 @@ def test_changes_to_a_parallel_block_are_seen(ranks):
     assert ranks(3).run(_changed) == [8 * 2 * 3 * 2] * 3
 
 
+class Cached(nn.Module):
+    """Attention as people write it: its keys and values are buffers of one size."""
+
+    def __init__(self, index, parts):
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(6 * HEAD, WIDTH, generator=draw) for _ in range(3))
+        out = torch.randn(WIDTH, 6 * HEAD, generator=draw)
+
+        def mine(weight, dim):
+            return nn.Parameter(weight.chunk(parts, dim)[index].clone(), False)
+
+        self.q, self.k, self.v, self.out = mine(q, 0), mine(k, 0), mine(v, 0), mine(out, 1)
+        for name in ("keys", "values"):
+            self.register_buffer(name, torch.zeros(2, len(self.q) // HEAD, 12, HEAD))
+
+    def part(self, x, at):
+        q, k, v = (
+            F.linear(x, w).unflatten(-1, (-1, HEAD)).transpose(1, 2)
+            for w in (self.q, self.k, self.v)
+        )
+        self.keys[:, :, at], self.values[:, :, at] = k, v
+        seen = torch.arange(12) <= at[:, None]
+        found = F.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=seen)
+        return F.linear(found.transpose(1, 2).flatten(2), self.out)
+
+    def forward(self, x, at):
+        return iris.all_reduce(self.part(x, at), "tp")
+
+
+def test_a_cache_in_buffers(ranks):
+    """Decoding one row after the other; a step's sum is fused."""
+
+    def run():
+        ctx = iris.iris(1 << 22)
+        module = iris.spmd(Cached(ctx.cur_rank, ctx.num_ranks))
+        twin = Cached(0, 1)
+        x = torch.randn(2, 9, WIDTH, generator=torch.Generator().manual_seed(1))
+        for start, stop in ((0, 4), *((row, row + 1) for row in range(4, 9))):
+            delay(ctx.num_ranks - 1 if start == 6 else -1)
+            at, rows = torch.arange(start, stop), x[:, start:stop]
+            with torch.inference_mode():
+                close = {"rtol": 1e-4, "atol": 1e-4}
+                torch.testing.assert_close(module(rows, at), twin.part(rows, at), **close)
+        return [row.stages for row in iris.explain(module).fused]
+
+    assert ranks(3).run(run) == [[(("matmul_all_reduce", 1),)] * 2] * 3
+
+
 def test_key_heads_are_repeated_for_more_ranks(ranks):
     def run():
         ctx = iris.iris(1 << 22)

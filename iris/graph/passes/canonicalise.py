@@ -1,11 +1,14 @@
-"""Removes what has no use: dead nodes, chains of views, casts and copies that change nothing."""
+"""Removes what has no use: dead nodes, chains of views, casts and copies that change nothing,
+batches of one matrix.
+"""
 
 from dataclasses import replace
 
-from iris.graph.nodes import Arg, Graph, Node, Ref, map_refs, rename
+from iris.graph.nodes import Arg, Graph, Node, Ref, Value, map_refs, rename
 from iris.graph.ops import effects
 from iris.graph.ops.views import permutation
 from iris.graph.passes.memory import RENAMES, base, exposed, may_alias
+from iris.graph.types import TensorType
 from iris.graph.verify import infer_types
 
 RESHAPES = frozenset({"view", "_unsafe_view"})
@@ -15,6 +18,9 @@ COPIES = frozenset({"clone", "_to_copy"})
 
 def canonicalise(graph: Graph) -> Graph:
     """``t(t(x)) => x``, ``view(view(x)) => view(x)``, ``clone(x) => x``; nodes nobody reads go.
+
+    ``x @ expand(w) => view(view(x) @ w)`` where x is ``[1, M, K]`` or ``[B, 1, K]``: torch makes a
+    batch of it where its strides are odd, as in a step of decoding.
 
     Nodes with effects stay, read or not. A copy stays where the caller could tell: its memory
     reaches an output, or its strides may not be those of what it copies.
@@ -35,7 +41,7 @@ def drop_dead(graph: Graph) -> Graph:
 def fold(graph: Graph) -> Graph:
     """Views of views made one, identities made nothing."""
     folding = _Folding(graph)
-    nodes = tuple(folded for node in graph.nodes if (folded := folding.visit(node)))
+    nodes = tuple(folded for node in graph.nodes for folded in folding.visit(node))
     if nodes == graph.nodes:
         return graph
     outputs = tuple(map_refs(arg, folding.current) for arg in graph.outputs)
@@ -48,7 +54,7 @@ class _Folding:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.types = graph.types
+        self.types = dict(graph.types)
         self.names: dict[str, str] = {}
         self.makers: dict[str, Node] = {}
         self.outputs = set(graph.live_out)
@@ -57,8 +63,8 @@ class _Folding:
     def current(self, name: str) -> Arg:
         return Ref(self.names.get(name, name))
 
-    def visit(self, node: Node) -> Node | None:
-        """``node`` with its views folded; None if it is an identity."""
+    def visit(self, node: Node) -> tuple[Node, ...]:
+        """``node`` with its views folded; nothing if it is an identity."""
         node = rename(node, self.names) if self.names else node
         kind = base(node.op)
         if kind in RESHAPES:
@@ -67,9 +73,42 @@ class _Folding:
             node = self._merge_permutes(node)
         if self._is_identity(node, kind):
             self.names[node.out.name] = node.uses[0]
-            return None
-        self.makers.update((value.name, node) for value in node.outputs)
-        return node
+            return ()
+        found = self._flattened(node) if node.op == "matmul" else (node,)
+        self.makers.update((value.name, one) for one in found for value in one.outputs)
+        return found
+
+    def _flattened(self, node: Node) -> tuple[Node, ...]:
+        """A product of a matrix with odd strides and one weight, as a product of two matrices."""
+        x, wide = node.uses[0], self.makers.get(node.uses[-1])
+        shape = self._local(node.out.type)
+        one_row = len(shape) == 3 and 1 in node.out.type.shape[:2]
+        if not one_row or wide is None or base(wide.op) != "expand":
+            return (node,)
+        (weight,) = wide.uses
+        if len(self.types[weight].shape) != 2:
+            return (node,)
+        rows = shape[0] * shape[1], self._local(self.types[x])[-1]
+        flat = self._made(node, "view", (Ref(x), rows), rows)
+        product = self._made(
+            node, "matmul", (Ref(flat.out.name), Ref(weight)), (rows[0], shape[-1])
+        )
+        back = replace(node, op="view", args=(Ref(product.out.name), shape), attrs=())
+        return (flat, product, back) if self._types_hold(back) else (node,)
+
+    def _made(self, like: Node, op: str, args: tuple[Arg, ...], shape: tuple[int, ...]) -> Node:
+        """A new node whose result has this local shape."""
+        name = f"{op}_of_{like.out.name}"
+        while name in self.types:
+            name += "_"
+        guess = Value(name, TensorType(like.out.type.dtype, shape))
+        node = Node(op, args, (), (guess,), like.loc)
+        (type_,) = infer_types(node, self.types, self.graph.mesh, self.graph.place)
+        self.types[name] = type_
+        return replace(node, outputs=(Value(name, type_),))
+
+    def _local(self, type_: TensorType) -> tuple[int, ...]:
+        return type_.local_shape(self.graph.mesh, self.graph.place)
 
     def _merge_views(self, node: Node) -> Node:
         inner = self.makers.get(node.uses[0])
@@ -93,7 +132,7 @@ class _Folding:
 
     def _is_identity(self, node: Node, kind: str) -> bool:
         """Whether ``node`` gives back its operand, and nobody could tell the two apart."""
-        if kind in RESHAPES | PERMUTES | RENAMES | {"slice"}:
+        if kind in RESHAPES | PERMUTES | RENAMES | {"slice", "expand"}:
             same = self.types[node.uses[0]] == node.out.type
             order = permutation(len(node.out.type.shape), node.args[1:]) if kind in PERMUTES else []
             plain = same and order == sorted(order) and len(node.uses) == 1
