@@ -40,6 +40,7 @@ SLOW = tl.constexpr(watch.SLOW)
 LOOKS = tl.constexpr(watch.LOOKS)
 TOLD_STAGE = tl.constexpr(watch.TOLD_STAGE)
 TOLD_EPOCH = tl.constexpr(watch.TOLD_EPOCH)
+ABORT = tl.constexpr(watch.ABORT)
 
 
 @device_function
@@ -82,9 +83,10 @@ def wait(ptr, epoch, record, stage=0, peer=-1, mask=None, source=None):
             now = clock(polls)
             since = tl.where(since == 0, now, since)
             late = now - since > tl.load(record + LIMIT)
-            # Threads may differ on ``late``. All see in ``state`` whether there is a claim now.
+            # Threads may differ on these. All see in ``state`` whether there is a claim now.
+            asked = tl.load(_told(record) + ABORT, volatile=True)
+            bid = tl.where(late, claim, asked)
             none = tl.cast(0, tl.int64)
-            bid = tl.where(late, claim, none)
             before_bid = tl.atomic_cas(record + STATE, none, bid, sem="relaxed", scope="sys")
             was_clear = tl.where(before_bid == 0, 1, was_clear)
             state = tl.atomic_cas(record + STATE, none, none, sem="relaxed", scope="sys")
@@ -165,10 +167,15 @@ def _tell_slow(record, stage, epoch, polls):
 
     Scalars only: a block of flags would be kept in registers through the loop of a product.
     """
-    tell = tl.cast(tl.load(record + TELL), tl.pointer_type(tl.int64))
+    tell = _told(record)
     tl.store(tell + TOLD_STAGE, tl.cast(stage, tl.int64))
     tl.store(tell + TOLD_EPOCH, tl.cast(epoch, tl.int64))
     tl.store(tell + LOOKS, tl.cast(polls, tl.int64))
+
+
+@device_function
+def _told(record):
+    return tl.cast(tl.load(record + TELL), tl.pointer_type(tl.int64))
 
 
 @device_function

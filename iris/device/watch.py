@@ -11,6 +11,9 @@ out of step, until all ranks reset theirs together.
 
 A wait that lasts longer than ``SLOW`` says so from then on, look by look, in host memory at
 ``TELL``: a count of looks, the stage, and the epoch. The host reads the flags to see who is late.
+
+The host ends waits by a store of its own in that memory, which they look at too: the driver takes
+no work while another thread of the process is held up by a full stream.
 """
 
 import zlib
@@ -42,8 +45,8 @@ TELL = 9  # address of this rank's TOLD words of host memory
 SLOW = 10  # nanoseconds from which a wait tells
 PEERS = 11  # address of every rank's record, as mapped here
 
-# At TELL: raised (on GPUs), looks, stage, epoch.
-LOOKS, TOLD_STAGE, TOLD_EPOCH, TOLD = 1, 2, 3, 4
+# At TELL: raised (on GPUs), looks, stage, epoch; what the host would have in STATE, or 0.
+LOOKS, TOLD_STAGE, TOLD_EPOCH, ABORT, TOLD = 1, 2, 3, 4, 5
 
 # After the addresses: the flags of barriers, int32[SLOTS + GROUPS, world]. Rank r writes column r.
 SLOTS = 64  # rows of DeviceContext.barrier
@@ -80,7 +83,7 @@ class Watch:
         self.board = board
         board.alarm = self.alarm
         self._reason: str | None = None
-        # Made now: allocating either can wait for a kernel that waits for ``abort``.
+        # Made now: allocating either can wait for a kernel that waits for ``alarm``.
         self._mark = torch.tensor([-1 - rank], pin_memory=record.is_cuda)
         self._stream = torch.cuda.Stream(record.device) if record.is_cuda else None
 
@@ -130,7 +133,7 @@ class Watch:
 
     def slow_wait(self) -> str:
         """Say what a kernel of this rank waits for, if one is slow; "" if none told since."""
-        looks, number, epoch = self._told[LOOKS:TOLD].tolist()
+        looks, number, epoch = self._told[LOOKS:ABORT].tolist()
         if looks == self._looks:
             return ""
         self._looks = looks
@@ -153,6 +156,7 @@ class Watch:
         """Forget a lost wait, and set barrier flags back, when no rank is in any wait."""
         self._reason = None
         self.record[STATE] = 0
+        self._told[ABORT] = 0
         self.flags.zero_()
         if self.record.is_cuda:
             self._told[0] = 0
@@ -187,7 +191,14 @@ class Watch:
         For a watchdog that saw a peer die.
         """
         self._reason = reason
-        self._mark_record(self.record[:1])
+        self._told[ABORT] = -1 - self._rank
+
+    def alarm(self, reason: str) -> None:
+        """End every wait on all ranks, of which each then raises ``CollectiveMismatchError``."""
+        assert self._block is not None
+        self.board.page.tell(reason)
+        for rank in range(len(self._block.peers)):
+            self._mark_record(self._block.peer(rank)[:8].view(torch.int64))
 
     def _mark_record(self, state: Tensor) -> None:
         if self._stream is None:
@@ -196,13 +207,6 @@ class Watch:
         with torch.cuda.stream(self._stream):
             state.copy_(self._mark, non_blocking=True)
         self._stream.synchronize()
-
-    def alarm(self, reason: str) -> None:
-        """End every wait on all ranks, of which each then raises ``CollectiveMismatchError``."""
-        assert self._block is not None
-        self.board.page.tell(reason)
-        for rank in range(len(self._block.peers)):
-            self._mark_record(self._block.peer(rank)[:8].view(torch.int64))
 
     def _explain(self, words: list[int]) -> tuple[str, str]:
         """Return the message and the way out for a record."""
