@@ -33,7 +33,7 @@ class Turn:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._index = device, device.index
         self._stream = torch.cuda.current_stream(device)
         self._last = self._stream.cuda_stream
 
@@ -51,7 +51,7 @@ class Turn:
 
         Return True, and order nothing, if the caller captures a graph.
         """
-        if torch._C._cuda_getCurrentRawStream(self._device.index) != self._last:
+        if torch._C._cuda_getCurrentRawStream(self._index) != self._last:
             if torch.cuda.is_current_stream_capturing():
                 return True
             event = torch.cuda.Event()
@@ -106,14 +106,14 @@ class Runner:
             self.used = self.group.launch(self.signature)
         if self._turn is not None and self._turn.take():
             return self._inside(inputs)
-        if self.ctx.tracing.enabled is not self._traced:  # other kernels: load and capture again
-            self.calls, self.captured, self._traced = 0, None, self.ctx.tracing.enabled
+        if self._tracing.enabled is not self._traced:  # other kernels: load and capture again
+            self.calls, self.captured, self._traced = 0, None, self._tracing.enabled
         if self.captured is not None:
             values = self.captured(inputs)
         else:
             with torch.no_grad():
                 values = self._early(inputs) if self.on_gpu else self._plain(inputs)
-        if self.executable.fused:
+        if self._has_kernels:
             self.ctx.watch.check(synchronized=not self.on_gpu)
         if self.ctx.checks is not None:
             self.ctx.checks.look(self.group)
@@ -234,7 +234,6 @@ class Capture:
         self.pool = pool or torch.cuda.graph_pool_handle()
         self.stream = _capture_stream(torch.cuda.current_device())
         self.moved = set(moved)
-        self._detached = any(x.requires_grad for x in inputs)
         self._record(inputs)
 
     @torch.inference_mode(False)
@@ -245,10 +244,11 @@ class Capture:
         bound = [*inputs]
         for i, buffer in zip(moved, self.buffers, strict=True):
             bound[i] = buffer
-        self.addresses = addresses(bound)
-        self._moved = _picker(moved)
-        self._still = _picker([i for i in range(len(inputs)) if i not in self.moved])
-        self._fixed = self._still(self.addresses)
+        still = [i for i in range(len(inputs)) if i not in self.moved]
+        # Of inputs, those that are read where they were.
+        self._still: Callable[[Any], tuple[Any, ...]] = _picker(still) if moved else tuple
+        self._fixed = addresses(self._still(bound))
+        self._copy_in = _copier(moved, self.buffers, any(x.requires_grad for x in inputs))
         pairs = zip(moved, self.buffers, strict=True)
         self._written_buffers = [(i, buffer) for i, buffer in pairs if i in self.written]
         self.graph = torch.cuda.CUDAGraph()
@@ -266,36 +266,25 @@ class Capture:
                 torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.current_stream().wait_stream(self.stream)
         self.values = values
-        self._only_tensors = all(isinstance(value, Tensor) for value in values)
+        self._results = _results(values, self.copied)
         self._replay = self.graph.replay
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Any]:
-        now = addresses(inputs)
-        if now != self.addresses:
-            if self._still(now) != self._fixed:
-                self._move(inputs, now)
-            self._copy_in(self._moved(inputs))
+        if [*map(_data_ptr, self._still(inputs))] != self._fixed:
+            self._move(inputs)
+        if self._copy_in is not None:
+            self._copy_in(inputs)
         self._replay()
         for place, buffer in self._written_buffers:
             inputs[place].copy_(buffer)
-        if not self.copied:
-            return self.values
-        if self._only_tensors and self.copied == len(self.values):
-            return [*map(_clone, self.values)]
-        return copies(self.values, self.copied)
+        return self._results()
 
-    def _copy_in(self, sources: Sequence[Tensor]) -> None:
-        if self._detached:
-            sources = [source.detach() for source in sources]
-        if len(sources) == 1:
-            self.buffers[0].copy_(sources[0])
-        else:
-            torch._foreach_copy_(self.buffers, [*sources])
-
-    def _move(self, inputs: Sequence[Tensor], now: Sequence[int]) -> None:
+    def _move(self, inputs: Sequence[Tensor]) -> None:
         """Give buffers to inputs that do not stay where they were."""
-        pairs = enumerate(zip(now, self.addresses, strict=True))
-        self.moved.update(i for i, (address, bound) in pairs if address != bound)
+        still = [i for i in range(len(inputs)) if i not in self.moved]
+        now = addresses(self._still(inputs))
+        pairs = zip(still, now, self._fixed, strict=True)
+        self.moved.update(i for i, address, bound in pairs if address != bound)
         # The old graph must not be running when it goes.
         torch.cuda.current_stream().synchronize()
         self._record(inputs)
@@ -312,6 +301,33 @@ def copies(values: Sequence[Any], number: int) -> Sequence[Any]:
     """The values, the first ``number`` of them copied where they are tensors."""
     first = [value.clone() if isinstance(value, Tensor) else value for value in values[:number]]
     return [*first, *values[number:]]
+
+
+def _copier(
+    places: Sequence[int], buffers: list[Tensor], detached: bool
+) -> Callable[[Sequence[Tensor]], object] | None:
+    """A function that copies inputs at ``places`` to their buffers; None where there are none."""
+    if not buffers:
+        return None
+    pick = _picker(places)
+    if detached:  # a tensor may require grad, and a buffer is no part of that
+        return lambda inputs: torch._foreach_copy_(buffers, [x.detach() for x in pick(inputs)])
+    if len(buffers) > 1:
+        return lambda inputs: torch._foreach_copy_(buffers, pick(inputs))
+    copy, place = buffers[0].copy_, places[0]
+    return lambda inputs: copy(inputs[place])
+
+
+def _results(values: Sequence[Any], copied: int) -> Callable[[], Sequence[Any]]:
+    """A function that returns the values, the first ``copied`` as copies of what is there then."""
+    if not copied:
+        return lambda: values
+    if copied < len(values) or not all(isinstance(value, Tensor) for value in values):
+        return lambda: copies(values, copied)
+    if copied > 1:
+        return lambda: [*map(_clone, values)]
+    clone = values[0].clone
+    return lambda: [clone()]
 
 
 def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

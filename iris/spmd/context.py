@@ -86,9 +86,7 @@ class TraceContext:
 _TRACING: ContextVar[TraceContext | None] = ContextVar("iris_tracing", default=None)
 
 
-def tracing() -> TraceContext | None:
-    """The trace in progress in this thread, or None."""
-    return _TRACING.get()
+tracing = _TRACING.get  # a function: the trace in progress in this thread, or None
 
 
 @contextmanager
