@@ -5,7 +5,8 @@ import os
 import sys
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from operator import index
 from types import TracebackType
@@ -46,7 +47,7 @@ def iris(
     allocator_type: str = "torch",
     engines: str | Sequence[str] = (),
 ) -> "Iris":
-    """Create the context of this rank, make it the current one, and return it.
+    """Create the context of this rank, make it the current one until it is closed, and return it.
 
     Collective over the world.
 
@@ -84,6 +85,18 @@ def synchronize() -> None:
 def current_or_none() -> "Iris | None":
     """Return the current context, or None."""
     return _current
+
+
+@contextmanager
+def as_current(ctx: "Iris") -> Iterator[None]:
+    """Make ``ctx`` the current context for a while. Raises ``IrisError`` where it is closed."""
+    global _current
+    ctx.check_usable()
+    before, _current = _current, ctx
+    try:
+        yield
+    finally:
+        _current = before
 
 
 class Iris(Creation, CopyEngine, Recovery, RankLogging):
@@ -339,6 +352,7 @@ class Iris(Creation, CopyEngine, Recovery, RankLogging):
 
     def _become_current(self) -> None:
         global _current
+        self._before: Callable[[], Iris | None] = weakref.ref(_current) if _current else _no_context
         _current = self
         atexit.register(_leave_at_exit, weakref.ref(self))
 
@@ -349,8 +363,8 @@ class Iris(Creation, CopyEngine, Recovery, RankLogging):
         if self._engine is not None:
             self._engine.close(abandon=state == FAILED)
         self._board.closed = True
-        if _current is self:
-            _current = None
+        while _current is not None and _current._board.closed:
+            _current = _current._before()
         if self.checks is not None:
             self.checks.stop()
         self._watchdog.stop()
@@ -376,6 +390,10 @@ def _compare(world: Group, options: str, engines: tuple[str, ...], device: torch
         options += f", engines={engines!r}"
     what = f"iris.iris({options}) on {device.type}" + ", IRIS_CHECK=1" * config.check()
     world.sync(zlib.crc32(what.encode()), what)
+
+
+def _no_context() -> None:
+    """What a first context has before it."""
 
 
 _BARRIER = zlib.crc32(b"barrier")

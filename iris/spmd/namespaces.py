@@ -12,6 +12,7 @@ from torch import Tensor
 from iris.errors import SpecError
 from iris.graph.types import chunk_sizes
 from iris.lower.choices import StageConfig
+from iris.runtime.context import as_current
 from iris.spmd import collectives
 from iris.spmd.collectives import GroupLike
 from iris.spmd.decorator import SpmdFunction, spmd
@@ -109,7 +110,8 @@ class Namespace:
         else:
             given = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in operands]
             program = workspace.program((key, members.ranks, given), make)
-        made = program(*operands)
+        with as_current(self._ctx):
+            made = program(*operands)
         result = made.clone() if output is None else output.copy_(made)
         if not call.get("async_op"):
             return result if output is None else None

@@ -63,12 +63,41 @@ def test_current_context():
     with pytest.raises(IrisError, match=r"help: call ctx = iris.iris\(\) on every rank"):
         current()
     first = iris(1 << 20)
-    second = iris(1 << 20)
-    assert current() is second
+    with iris(1 << 20) as second:
+        assert current() is second
+        with iris(1 << 20):
+            second.close()
+    assert current() is first
+    third = iris(1 << 20)
     first.close()
-    assert current() is second
-    second.close()
+    assert current() is third
+    third.close()
     assert current_or_none() is None
+
+
+def _two_contexts():
+    a, b = iris(1 << 20), iris(2 << 20)
+    x, mine = a.full((4,), 1.0 + a.cur_rank), b.full((4,), 10.0 + b.cur_rank)
+    answers = []
+    for ctx, operand in ((a, x), (b, mine), (a, x)):
+        out = torch.zeros(4, device=ctx.device)
+        ctx.ccl.all_reduce(out, operand)
+        ctx.device_barrier()
+        peer = ctx.heap.peer_tensor(operand, 1 - ctx.cur_rank)
+        answers.append((out[0].item(), peer[0].item() + operand[0].item()))
+        assert current() is b
+    b.close()
+    square, product = torch.ones(4, 4, device=a.device), torch.zeros(4, 4, device=a.device)
+    a.ops.matmul_all_reduce(product, square, square, a)
+    answers.append(product[0, 0].item())
+    with pytest.raises(IrisError, match="this iris context is closed"):
+        b.ccl.all_reduce(product, square)
+    assert not a.is_symmetric(mine)
+    return answers
+
+
+def test_two_contexts_at_once(ranks):
+    assert ranks(2).run(_two_contexts) == [[(3, 3), (21, 21), (3, 3), 8]] * 2
 
 
 USES = {
