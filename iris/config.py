@@ -4,7 +4,6 @@
 change a knob while it runs. ``knobs()`` lists them all (the documentation is made from it).
 """
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,7 +52,7 @@ class Knob(Generic[T]):
 
 def _seconds(text: str) -> float:
     value = float(text)
-    if not (math.isfinite(value) and value > 0):
+    if not 0 < value <= 1e9:  # kernels count nanoseconds in 64 bits
         raise ValueError(text)
     return value
 
@@ -107,14 +106,14 @@ timeout = Knob(
     "IRIS_TIMEOUT",
     _seconds,
     lambda: 60.0,
-    "a number of seconds above 0",
+    "a number of seconds above 0, at most 1e9",
     "Longest time a rank waits for its peers, in seconds.",
 )
 slow = Knob(
     "IRIS_SLOW",
     _seconds,
     lambda: 10.0,
-    "a number of seconds above 0",
+    "a number of seconds above 0, at most 1e9",
     "Time in seconds after which a wait for a peer is logged, with where every rank is.",
 )
 allocator = _choice(

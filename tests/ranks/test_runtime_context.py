@@ -185,8 +185,9 @@ def test_an_unknown_allocator_lists_the_good_ones(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "bad", "allowed"),
     [
-        ("IRIS_TIMEOUT", "-1", "a number of seconds above 0"),
-        ("IRIS_TIMEOUT", "nan", "a number of seconds above 0"),
+        ("IRIS_TIMEOUT", "-1", "a number of seconds above 0, at most 1e9"),
+        ("IRIS_TIMEOUT", "nan", "a number of seconds above 0, at most 1e9"),
+        ("IRIS_SLOW", "1e12", "a number of seconds above 0, at most 1e9"),
         ("IRIS_LOWERING", "cuda", "one of: auto, torch, triton"),
         ("IRIS_CHECK", "yes", "0 or 1"),
         ("IRIS_LOG", "cache,hep", "a comma list out of: cache, heap"),
