@@ -130,7 +130,7 @@ class _Chooser:
             return Choice(
                 "torch", "lowering is torch: one op after the other, over the shared heap"
             )
-        found = match(node, self.types)
+        found = match(node, self.types, self.mesh)
         if isinstance(found, str):
             return self._unfused(node, f"no kernel: {found}")
         text = text_of(node, self.types, self.mesh)
@@ -179,7 +179,7 @@ class _Chooser:
     ) -> Choice:
         """Torch's products, and kernels that communicate: with the norm in one if there is one."""
         if node.op == "matmul_all_reduce":
-            found = match_norm(node, self.types)
+            found = match_norm(node, self.types, self.mesh)
             if isinstance(found, Match):
                 return Choice("unfused", f"{why}; sum and norm in one kernel", candidates, found)
         return Choice("unfused", why, candidates)

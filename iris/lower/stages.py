@@ -5,12 +5,14 @@ norm), the pointwise chains that become the kernel's epilogues, and what comes a
 cannot serve a body, `match` says why, and the body runs node by node.
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from iris.graph.nodes import Node, Value
+from iris.graph.ops.rules import axes_of, shard_sizes
 from iris.graph.passes.norm import Norm, NormSearch
-from iris.graph.types import TensorType
+from iris.graph.types import Mesh, TensorType
 from iris.lower.epilogue import is_row_view, obstacle
 from iris.lower.products import expanded, is_fast
 
@@ -85,6 +87,7 @@ class _Body:
     stage: Node
     nodes: Sequence[Node]
     types: Types
+    mesh: Mesh
     kept: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -105,13 +108,13 @@ class _Body:
         ]
 
 
-def match(stage: Node, types: Types) -> Match | str:
+def match(stage: Node, types: Types, mesh: Mesh) -> Match | str:
     """The cut of a stage's body, or why its kernel cannot serve."""
     body, fault = expanded(stage)
     if fault:
         return fault
     types = {**types, **{value.name: value.type for node in body for value in node.outputs}}
-    found = MATCHERS[stage.op](_Body(stage, body, types))
+    found = MATCHERS[stage.op](_Body(stage, body, types, mesh))
     if isinstance(found, str):
         return found
     widths = {types[name].dtype for p in found.products for name in (p.left, p.right)}
@@ -120,9 +123,9 @@ def match(stage: Node, types: Types) -> Match | str:
     return replace(found, fast=is_fast(stage))
 
 
-def match_norm(stage: Node, types: Types) -> Match | str:
+def match_norm(stage: Node, types: Types, mesh: Mesh) -> Match | str:
     """The cut of a stage for the ``all_reduce_norm`` kernel; torch computes products before it."""
-    return _reduce_norm(_Body(stage, stage.body, types))
+    return _reduce_norm(_Body(stage, stage.body, types, mesh))
 
 
 def _split(body: Sequence[Node], roots: Collection[str]) -> tuple[list[Node], list[Node]]:
@@ -194,9 +197,8 @@ def _gather_matmul(body: _Body) -> Match | str:
             views.add(node.out.name)
     again = [node for node in rest if node.out.name in views]
     rest = [node for node in rest if node.out.name not in views]
-    shape, dim = gather.out.type.shape, _dim(gather)
-    if len(shape) < 2 or (dim != len(shape) - 1 and any(n != 1 for n in shape[:dim])):
-        return f"rows of dim {dim} do not lie together"
+    if fault := _shards_fault(gather, gather.out.type, body.mesh):
+        return fault
     if len(products) > MOST_WEIGHTS:
         return f"{len(products)} products share one gather, the kernel takes {MOST_WEIGHTS}"
     roots = [p.result for p in products]
@@ -214,6 +216,20 @@ def _gather_matmul(body: _Body) -> Match | str:
         after=(*(again if reread else ()), *(n for n in nodes if id(n) not in used)),
         gathered=gather.out.name if reread else "",
     )
+
+
+def _shards_fault(collective: Node, whole: TensorType, mesh: Mesh) -> str | None:
+    """Why members' shards are not the runs of rows, or columns, that kernels deal out."""
+    shape, dim = whole.shape, _dim(collective)
+    if len(shape) < 2 or (dim != len(shape) - 1 and any(n != 1 for n in shape[:dim])):
+        return f"rows of dim {dim} do not lie together"
+    size, inner = whole.local_shape(mesh, mesh.origin)[dim], math.prod(shape[dim + 1 : -1])
+    shards = shard_sizes(size, mesh, axes_of(collective.kwargs["axis"]))  # type: ignore[arg-type]
+    run = -(-size * inner // len(shards))
+    dealt = [max(0, min(run, size * inner - member * run)) for member in range(len(shards))]
+    if dealt != [shard * inner for shard in shards]:
+        return f"dim {dim} has shards of {', '.join(map(str, shards))}, not runs of {run} rows"
+    return None
 
 
 def _early(
@@ -247,9 +263,9 @@ def _matmul_then(body: _Body) -> Match | str:
     if isinstance(found, str):
         return found
     before, early, after = found
-    shape, dim = body.shape(last.uses[0]), _dim(last)
-    if dim != len(shape) - 1 and any(n != 1 for n in shape[:dim]):
-        return f"rows of dim {dim} do not lie together"
+    whole = last.out.type if last.op == "all_gather" else body.types[last.uses[0]]
+    if fault := _shards_fault(last, whole, body.mesh):
+        return fault
     late = None
     if last.op == "reduce_scatter":
         late = _chain(after, [last.out.name], body.kept, body.types)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from iris.errors import CollectiveMismatchError, SpecError, TraceError
-from iris.graph.nodes import Graph, Ref
+from iris.graph.nodes import Graph, Node, Ref
 from iris.graph.ops import get_op
+from iris.graph.ops.rules import axes_of
 from iris.graph.types import TensorType
 from iris.runtime.context import current
 from iris.runtime.groups import Group
@@ -15,6 +16,9 @@ from iris.spmd.mesh import ProgramMesh
 from iris.spmd.specs import Leaf
 
 T = TypeVar("T")
+
+NO_BRANCH = "do not branch on the rank in Python: use iris.axis_index and torch.where"
+SAME_SHAPE = "give every rank the same shape: a dim that is folded into another has to split evenly"
 
 
 def group_of(mesh: ProgramMesh | None) -> Group | None:
@@ -33,11 +37,19 @@ def shared_text(graph: Graph, alike: bool = True) -> str:
         return str(graph)
     effects = [node for node in graph.nodes if get_op(node.op).effects]
     lines = [
-        f"{node.op}({', '.join(f'{k}={v}' for k, v in node.attrs)})  # {node.loc}"
+        f"{node.op}({', '.join([*_sent(graph, node), *(f'{k}={v}' for k, v in node.attrs)])})"
+        f"  # {node.loc}"
         for node in effects
     ]
     returned = sum(isinstance(arg, Ref) for arg in graph.outputs)
     return "\n".join([*lines, f"return {returned} values"])
+
+
+def _sent(graph: Graph, node: Node) -> list[str]:
+    """Types of what a collective sends that only this rank's shape tells."""
+    axes = axes_of(node.kwargs.get("axis", ()))  # type: ignore[arg-type]
+    types = [graph.types[name] for name in node.uses]
+    return [str(type_) for type_ in types if not set(axes).isdisjoint(type_.varying)]
 
 
 def title(name: str, graph: Graph, paths: Sequence[str], types: Sequence[TensorType]) -> str:
@@ -93,6 +105,7 @@ def agree_on_graph(
         return
     text = f"{shared_text(graph, alike)}\nstages run as: {', '.join(chosen)}"
     texts = group.exchange_object(f"graph of {graph.name}", text)
+    sent = not text.startswith("graph ")  # only effects are compared
     for rank, other in zip(group.ranks, texts, strict=True):
         if other != texts[0]:
             pairs = itertools.zip_longest(
@@ -102,7 +115,7 @@ def agree_on_graph(
             raise TraceError(
                 f"{graph.name}: ranks traced different programs; the first line that differs:\n"
                 f"  rank {group.ranks[0]}: {a.strip()}\n  rank {rank}: {b.strip()}",
-                help="do not branch on the rank in Python: use iris.axis_index and torch.where",
+                help=SAME_SHAPE if sent and "]~" in a + b else NO_BRANCH,
             )
 
 

@@ -1,5 +1,7 @@
 """Failures reported for other stacks, tried as programs: each test names the reports it repeats."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -145,6 +147,70 @@ def test_totals_that_do_not_divide(ranks):
     # pytorch/pytorch#165653, pytorch/pytorch#103306
     ranks(3).run(_uneven_totals)
     ranks(4).run(_uneven_totals)
+
+
+def _uneven_rows(lowering, mesh_shape):
+    """Rows of several dims, split unevenly: [S, B, K] of 5 or 7 by S, over one or two axes."""
+    iris.iris(1 << 22)
+    axes = ("dp", "tp")[-len(mesh_shape) :]
+    mesh, axis = iris.mesh(mesh_shape, axes), axes if len(axes) > 1 else "tp"
+    results = []
+
+    def split(x, dim):
+        for axis_dim, index in enumerate(mesh.get_coordinate()):
+            x = shard(x, dim, index, mesh_shape[axis_dim])
+        return x
+
+    def programs(dims, dim):
+        spec, last = [None] * dims, [None] * (dims - 1)
+        spec[dim] = axis
+        make = functools.partial(iris.spmd, mesh=mesh, lowering=lowering, config="fused")
+        return (
+            make(in_specs=(P(*spec), P()), out_specs=P())(
+                lambda x, w: iris.all_gather(x, axis, dim=dim) @ w
+            ),
+            make(in_specs=(P(*last, axis), P(axis)), out_specs=P(*spec))(
+                lambda x, w: iris.reduce_scatter(x @ w, axis, dim=dim)
+            ),
+            make(in_specs=(P(*spec), P()))(lambda x, w: iris.all_gather(x @ w, axis, dim=dim)),
+        )
+
+    for shape, dim in (((5, 3, 8), 0), ((1, 7, 2, 8), 1), ((7, 8), 0)):
+        gathered, scattered, sent = programs(len(shape), dim)
+        for seed in range(3):
+            delay(seed - 1)
+            x, w = small_integers(shape, 0, seed), small_integers((8, 6), 0, seed + 9)
+            assert torch.equal(gathered(split(x, dim), w), x @ w), (shape, seed)
+            want = split(x @ w, dim)
+            assert torch.equal(scattered(split(x, len(shape) - 1), split(w, 0)), want), (
+                shape,
+                seed,
+            )
+        if len(shape) == 2:
+            assert torch.equal(sent(split(x, dim), w), x @ w)
+        if len(shape) != 3:
+            continue
+        with pytest.raises(iris.TraceError) as caught:
+            sent(split(x, dim), w)
+        results += str(caught.value).splitlines()[1:]
+    return results
+
+
+@BOTH
+def test_rows_of_several_dims_that_do_not_divide(ranks, lowering):
+    found = ranks(2).run(_uneven_rows, lowering, (2,))
+    assert found[0] == found[1]
+    first, second, way_out = found[0]
+    assert first.startswith("  rank 0: all_gather(f32[3, 3, 6]~tp, axis=tp, dim=0)")
+    assert second.startswith("  rank 1: all_gather(f32[2, 3, 6]~tp, axis=tp, dim=0)")
+    assert way_out == (
+        "help: give every rank the same shape: "
+        "a dim that is folded into another has to split evenly"
+    )
+
+
+def test_rows_over_two_axes_that_do_not_divide(ranks):
+    ranks(4).run(_uneven_rows, "triton", (2, 2))
 
 
 def _means():
