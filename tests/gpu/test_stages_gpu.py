@@ -166,6 +166,27 @@ def test_random_programs(ranks, kind):
     ranks(3).run(random_programs, kind, timeout=200)
 
 
+def not_a_number():
+    """Bounds pass it on, as torch's do."""
+    ctx = iris.iris(1 << 26)
+    rank, world = ctx.cur_rank, ctx.num_ranks
+
+    @iris.spmd(lowering="triton", config=iris.StageConfig("fused", TILES))
+    def bounded(x, w):
+        return torch.relu(iris.all_gather(x, "tp") @ w).clamp(-1, 8)
+
+    x = torch.ones(8, 64, dtype=BF16)
+    x[rank + 2] = float("nan")
+    y = bounded(x.to(ctx.device), torch.eye(64, dtype=BF16, device=ctx.device)).cpu()
+    bad = [8 * r + r + 2 for r in range(world)]
+    assert y.isnan().all(1).nonzero().flatten().tolist() == bad
+    assert y.isnan().sum() == 64 * world
+
+
+def test_what_is_not_a_number_stays_so(ranks):
+    ranks(2).run(not_a_number)
+
+
 def on_a_side_stream():
     ctx = iris.iris(1 << 26)
     side = torch.cuda.Stream()
