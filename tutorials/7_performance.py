@@ -112,11 +112,9 @@ for key, rivals in found["all_gather_matmul"]:
 # ## The timeline
 #
 # `python -m iris.bench.timeline` records what each program of a stage does: when it pushed its rows
-# to the peers, waited for theirs, computed a tile, stored it. Of a GPU, a line is one
-# multiprocessor. CPU ranks run the same kernels in Triton's interpreter, the programs of a rank one
-# after the other: a line is then a program, a tile takes milliseconds, and the order is what it is
-# on a GPU. Time runs to the right, and two launches follow each other. A rank starts with its own
-# rows, so that it need not wait.
+# to the peers, waited for theirs, computed a tile, stored it. Time runs to the right, a line is one
+# multiprocessor, and two launches follow each other. A rank starts with its own rows, so that it
+# hardly waits.
 
 # %%
 gather = Timeline.load(newest("*-timeline-all_gather_matmul-*-W4.json.gz"))
@@ -137,9 +135,7 @@ scatter
 # * *What comes before the first tile and after the last*: pushes at the start, sums at the end. It
 #   is short where it is shared by all programs, and it is what no overlap can hide.
 #
-# On the H200, 512 rows, four ranks, a gather pushed for 2 us, waited for 1 to 3, computed tiles of
-# 50 us, stored them in 5, and took 120 to 146 us from first to last, beside 106 of `gemm`. The same
-# numbers for the two timelines above:
+# The mean of a multiprocessor, of each kind:
 
 # %%
 for timeline in (gather, scatter):
@@ -163,9 +159,13 @@ for event in sorted(mine, key=lambda event: event.start)[:14]:
 # ## Does looking change it?
 #
 # A stage that does not record is the same machine code as if there were no recording. One that does
-# takes a little longer: on the H200 163.4 us instead of 159.2, and 140.4 instead of 136.7.
+# takes a little longer. Both were measured beside the product alone, with operands that come from
+# memory anew each time, which takes longer than what is recorded above:
 
 # %%
+for timeline in (gather, scatter):
+    print({name: round(time, 1) for name, time in timeline.about["times_us"].items()})
+
 clock, ranks = gather.about["clock"], gather.about["ranks"]
 print(f"clock: {clock}")
 print("dropped:", [rank["dropped"] for rank in ranks])

@@ -10,6 +10,7 @@ that drifts is followed in between. Ranks that share a GPU share its clock: they
 the one that found the smallest uncertainty. CPU ranks read the host's clock itself.
 """
 
+import itertools
 import os
 import time
 import zlib
@@ -87,8 +88,7 @@ class Record:
     def events(self, clock: Clock) -> list[Event]:
         """The events, with times of the host."""
         words = np.frombuffer(zlib.decompress(self.words), np.int64).reshape(-1, 8)
-        order = np.lexsort((-np.arange(len(words)), -words[:, 7], words[:, 6]))
-        words = words[order]
+        words = _ordered(_nested(_ordered(words)))
         begins, ends = clock.on_host(words[:, 6]), clock.on_host(words[:, 7])
         tracks = _tracks(words)
         return list(map(self._event, words.tolist(), begins, ends, tracks))
@@ -270,6 +270,26 @@ def _shared(clocks: Sequence[Clock]) -> list[Clock]:
         if clock.name not in best or clock.uncertainty < best[clock.name].uncertainty:
             best[clock.name] = clock
     return [best[clock.name] for clock in clocks]
+
+
+def _ordered(words: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """By start; of equal ones the longest first, then the one that ended last."""
+    return words[np.lexsort((-np.arange(len(words)), -words[:, 7], words[:, 6]))]
+
+
+def _nested(words: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """Let an event that began within another of its program, and outlasts it, begin at its end.
+
+    Such are the tiles of a pipelined loop: the first loads of one are in the last steps of another.
+    """
+    ended: dict[int, list[tuple[int, int]]] = {}
+    for row in np.argsort(words[:, 7], kind="stable"):
+        place, start, end = words[row, 5:8].tolist()
+        before = ended.setdefault(place, [])
+        late = itertools.takewhile(lambda span: span[1] > start, reversed(before))  # noqa: B023
+        words[row, 6] = max([start, *(other for first, other in late if first < start)])
+        before.append((int(words[row, 6]), end))
+    return words
 
 
 def _tracks(words: "np.ndarray[Any, Any]") -> list[str]:

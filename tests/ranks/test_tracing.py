@@ -17,7 +17,7 @@ import iris.device.pickling  # kernels of this file travel to the ranks
 from iris import DeviceContext, P
 from iris.device.tracing import clock_kernel
 from iris.runtime.timeline import Timeline
-from iris.runtime.tracing import Anchor, Clock, _ask, _shared
+from iris.runtime.tracing import Anchor, Clock, _ask, _nested, _ordered, _shared
 from iris.testing import small_integers
 
 pytestmark = pytest.mark.ranks
@@ -228,6 +228,14 @@ def test_a_clock_is_read_within_its_uncertainty():
     for anchor in filter(None, anchors):
         assert abs(anchor.device - anchor.host) <= anchor.uncertainty
     assert anchors[-1] is not None
+
+
+def test_what_begins_early_in_a_pipelined_loop_begins_at_the_end_of_the_last():
+    words = np.zeros((5, 8), np.int64)
+    words[:, 6:] = [(0, 9), (2, 6), (8, 10), (5, 14), (0, 30)]  # the fourth began in the first
+    words[4, 5] = 1  # another program
+    found = _ordered(_nested(_ordered(words)))[:, 6:].tolist()
+    assert found == [[0, 30], [0, 9], [2, 6], [9, 14], [9, 10]]
 
 
 def test_times_of_a_clock_that_drifts():
