@@ -193,7 +193,7 @@ def alias_key(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     for index, tensor in enumerate(tensors):
         start = tensor.data_ptr()
         reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        size = (reach + 1) * tensor.itemsize if tensor.numel() else 0
+        size = (reach + 1) * tensor.itemsize if start else 0  # no memory: empty, or a meta tensor
         spans.append((start, start + size, index))
     table: dict[int, tuple[int, int]] = {}
     end = first = base = -1

@@ -10,7 +10,13 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from iris import config
-from iris.errors import CollectiveMismatchError, SpecError, TraceError, TypeRuleError
+from iris.errors import (
+    CollectiveMismatchError,
+    SpecError,
+    TraceError,
+    TypeRuleError,
+    UnsupportedError,
+)
 from iris.graph.nodes import Graph, Ref, Value
 from iris.graph.ops import Output as Returned, check_outputs
 from iris.graph.types import TensorType
@@ -158,7 +164,20 @@ class Compiler:
             if self.written or not self.arguments.buffers:
                 raise TraceError(error.message, help=error.help) from None
             self.written = self.arguments.buffers
+        self._check_buffers()
         return self._trace(mesh)
+
+    def _check_buffers(self) -> None:
+        """UnsupportedError where a buffer shares memory with another, or with an argument."""
+        values = [*self.tensors, *(buffer.value for buffer in self.written)]
+        number = max((i for members in overlapping(values) for i in members), default=-1)
+        if number >= len(self.tensors):
+            path = self.written[number - len(self.tensors)].path
+            raise UnsupportedError(
+                f"{self.name}: writes to a buffer, and {path} shares memory with another buffer or "
+                "an argument",
+                help="hold that memory once, and view it in the function",
+            )
 
     def _traced(self, context: TraceContext) -> Traced:
         """The trace; buffers that are written to are inputs, which the module holds meanwhile."""
@@ -180,9 +199,7 @@ class Compiler:
                     buffer.put(buffer.value)
 
         buffers = [buffer.value for buffer in self.written]
-        return trace(
-            fn if buffers else self.fn, rebuild, [*inputs, *buffers], context, self.watched
-        )
+        return trace(fn, rebuild, [*inputs, *buffers], context, self.watched)
 
     def _prober(self, context: TraceContext) -> Callable[[Tensor], TensorType]:
         """A function that tells the type of a traced tensor: it imports what was traced so far."""

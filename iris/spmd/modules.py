@@ -1,7 +1,7 @@
 """Torch modules as programs: parameters and buffers are inputs, by reference."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -58,16 +58,16 @@ def held_leaves(module: Any) -> list[Leaf]:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A buffer of a module, which a forward pass may write to."""
+    """A buffer of modules, under all its names there, which a forward pass may write to."""
 
     path: str
-    owner: nn.Module
-    name: str
     value: torch.Tensor
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     def put(self, value: torch.Tensor) -> None:
-        """Let the module hold ``value`` in its place."""
-        self.owner._buffers[self.name] = value
+        """Let the modules hold ``value`` in its place."""
+        for owner, name in self.places:
+            owner._buffers[name] = value
 
 
 def buffers_of(module: Any) -> list[Buffer]:
@@ -79,7 +79,8 @@ def buffers_of(module: Any) -> list[Buffer]:
         for name, tensor in child._buffers.items():
             if tensor is not None:
                 where = f"{path}.{name}" if path else name
-                found.setdefault(id(tensor), Buffer(where, child, name, tensor))
+                buffer = found.setdefault(id(tensor), Buffer(where, tensor))
+                buffer.places.append((child, name))
     return list(found.values())
 
 

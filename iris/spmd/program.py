@@ -105,10 +105,10 @@ class Program:
         assert runner is not None
         if self._single:
             return runner(tensors)[0]
-        inputs = with_bases(tensors, self.bases, self.options.name)
-        values = runner((*inputs, *self.captured))
+        inputs = (*with_bases(tensors, self.bases, self.options.name), *self.captured)
+        values = runner(inputs)
         leaves = [
-            value if out.kind == "value" else tensors[out.item] if out.kind == "input" else out.item
+            value if out.kind == "value" else inputs[out.item] if out.kind == "input" else out.item
             for out, value in zip(self.outputs, values, strict=False)
         ]
         return self._flat(leaves) if self._flat else pytree.tree_unflatten(leaves, self.out_tree)

@@ -190,6 +190,45 @@ def test_buffers_are_written_to(mode, how):
             assert held.get(name, value.data_ptr()) == value.data_ptr()
 
 
+class Same(nn.Module):
+    """A buffer with two names, which is also returned; and perhaps a view of it."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.register_buffer("first", torch.zeros(4))
+        self.register_buffer("second", self.first)
+        self.register_buffer("third", self.first[:2] if view else torch.ones(2))
+
+    def forward(self, x):
+        self.first += x
+        return self.second * 2, self.first, x, self.third
+
+
+def test_a_buffer_with_two_names_is_one():
+    iris.iris(1 << 20)
+    module, plain = iris.spmd(Same(False)), Same(False)
+    for step in range(3):
+        x = torch.arange(4.0) + step
+        found, want = module(x), plain(x)
+        assert all(map(torch.equal, found, want))
+        assert found[1] is module.first is module.second
+        assert found[2] is x
+        assert found[3] is module.third
+
+
+def test_a_buffer_that_is_part_of_another_is_refused():
+    iris.iris(1 << 20)
+    module = iris.spmd(Same(True))
+    for _ in range(3):
+        with pytest.raises(iris.UnsupportedError) as error:
+            module(torch.ones(4))
+        assert str(error.value) == (
+            "Same: writes to a buffer, and third shares memory with another buffer or an argument\n"
+            "help: hold that memory once, and view it in the function"
+        )
+    assert not module.first.any()
+
+
 def test_writes_to_what_is_no_buffer_are_refused():
     iris.iris(1 << 20)
 

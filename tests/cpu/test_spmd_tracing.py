@@ -267,6 +267,20 @@ def test_same_tensor_twice():
     assert f(y, x).tolist() == [12, 12]
 
 
+def test_arguments_come_back_beside_some_that_share_memory():
+    @iris.spmd
+    def f(a, b, c, d):
+        a += 1
+        return d, b * 2, c
+
+    for step in range(3):
+        base, c, d = torch.arange(6.0) + step, torch.zeros(1), torch.ones(1)
+        found = f(base[:4], base[2:], c, d)
+        assert found[0] is d
+        assert found[1].tolist() == [2 * step + n for n in (6, 8, 8, 10)]
+        assert found[2] is c
+
+
 def test_write_through_an_expanded_view():
     # pytorch/pytorch#152425
     @iris.spmd
@@ -614,6 +628,13 @@ def test_tracing_for_a_mesh_that_is_not_there(ctx):
     assert "%x: f32[16/dp, 64/tp], %w: f32[64/tp, 4]" in text
     with pytest.raises(iris.UnsupportedError, match="an abstract mesh has no ranks to run on"):
         down(torch.empty(8, 16), torch.empty(16, 4))
+
+    @iris.spmd(mesh=mesh)
+    def fill(cache, x):
+        return cache.add_(x) * 2
+
+    shapes = torch.empty(4, 2, device="meta"), torch.empty(2, device="meta", dtype=torch.bfloat16)
+    assert "write %cache <- %0" in fill.trace(*shapes).as_text()
 
 
 def test_without_a_context(ctx):
