@@ -168,6 +168,7 @@ class Inputs:
 
     @property
     def args(self) -> tuple[Any, ...]:
+        """Those of a model, of a layer and of their peers."""
         return self.x, self.cos, self.sin, self.past, self.mask
 
 

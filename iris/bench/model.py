@@ -48,13 +48,16 @@ class Point:
 
     @property
     def kind(self) -> str:
+        """A word of titles."""
         return "decode" if self.held else "prefill"
 
     @property
     def label(self) -> dict[str, Any]:
+        """The point of a row: M is how many rows there are in all."""
         return {"model": self.model, "batch": self.batch, "M": self.batch * self.rows}
 
     def inputs(self, place: Place) -> Inputs:
+        """Random ones, on this rank."""
         shape = SHAPES[self.model]
         return Inputs.of(shape, place, self.batch, self.rows, self.held, shape.layers)
 

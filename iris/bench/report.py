@@ -162,7 +162,7 @@ def save(rows: Sequence[Row], about: dict[str, Any], path: Path) -> None:
                 "table": table,
                 "point": key,
                 "choice": name,
-                "regret": next(iter(_known([cost])), None),
+                "regret": None if math.isnan(cost) else cost,
             }
             for table, key, point in points(rows)
             for name, cost in [regret(point)]

@@ -225,12 +225,12 @@ class _Writer:
             node.uses,
             makes,
             node.loc,
-            str(getattr(device, "text", "")),
-            on_host,
-            node.op in MAKERS,
-            tuple(self._nbytes(value.type) for value in node.outputs),
-            is_view(node),
-            sum(call.workspace for call in self.fused[before:]),
+            device=str(getattr(device, "text", "")),
+            on_host=on_host,
+            once=node.op in MAKERS,
+            nbytes=tuple(self._nbytes(value.type) for value in node.outputs),
+            view=is_view(node),
+            workspace=sum(call.workspace for call in self.fused[before:]),
         )
 
     def _call(self, node: Node) -> tuple[str, str]:

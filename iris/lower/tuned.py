@@ -110,7 +110,7 @@ def _read(path: Path, check: Callable[[Any], Any], none: Any) -> Any:
             return check(json.load(file))
     except FileNotFoundError:
         return none
-    except (OSError, ConfigError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except Exception as error:  # there may be anything in it
         _log.warning("%s is ignored: %s", path, error)
         return none
 

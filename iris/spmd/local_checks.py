@@ -58,9 +58,10 @@ def check_equal(
 def check_constants(name: str, rows: Sequence[Sequence[Any]]) -> None:
     """What is returned beside tensors is the same on all ranks."""
     lines = [
-        f"{[row[number] for row in rows]} on ranks 0 to {len(rows) - 1}"
-        for number, leaf in enumerate(rows[0])
-        if isinstance(leaf, int | float | str) and any(row[number] != leaf for row in rows)
+        f"[{', '.join(shown)}] on ranks 0 to {len(rows) - 1}"
+        for leaves in zip(*rows, strict=True)
+        if isinstance(leaves[0], int | float | str)
+        and len(set(shown := [*map(repr, leaves)])) > 1  # one nan is not another
     ]
     if lines:
         raise TypeRuleError(

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import os
 import sys
 import textwrap
@@ -407,6 +408,10 @@ def test_numbers_that_differ_between_ranks(mesh):
         "  [0, 1, 2, 3] on ranks 0 to 3\n"
         "help: return it as a tensor with a spec, or ask by mesh.run"
     )
+    same = iris.spmd(mesh=mesh, in_specs=P("tp"), out_specs=(P("tp"), None))(
+        lambda x: (2 * x, float("nan"))
+    )
+    assert math.isnan(same(torch.ones(4))[1])
 
 
 def _total(mesh):

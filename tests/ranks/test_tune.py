@@ -72,7 +72,17 @@ def test_what_was_measured_is_used_and_kept(ranks, tmp_path):
     assert ranks(2).run(_read, str(tmp_path), other) == [(other, "measured", 2)] * 2
 
 
-@pytest.mark.parametrize("text", ["not json", "[1]", '{"a": 3}', '{"a": {"fused": "x"}}'])
+NO_TIMES = {
+    "not json": "not json",
+    "list": "[1]",
+    "number": '{"a": 3}',
+    "text": '{"a": {"fused": "x"}}',
+    "too large": f'{{"a": {{"fused": 1{"0" * 400}}}}}',
+    "too deep": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("text", NO_TIMES.values(), ids=NO_TIMES)
 def test_a_file_that_is_not_ours_is_ignored(tmp_path, caplog, text):
     path = Path(tmp_path) / "tuned.json"
     path.write_text(text)

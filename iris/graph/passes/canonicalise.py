@@ -7,7 +7,7 @@ from dataclasses import replace
 from iris.graph.nodes import Arg, Graph, Node, Ref, Value, map_refs, rename
 from iris.graph.ops import effects
 from iris.graph.ops.views import permutation
-from iris.graph.passes.memory import RENAMES, base, exposed, may_alias
+from iris.graph.passes.memory import RENAMES, base, exposed, is_view
 from iris.graph.types import TensorType
 from iris.graph.verify import infer_types
 
@@ -155,7 +155,7 @@ class _Folding:
         """A copy of a dense intermediate, in its dtype and strides, that stays in the program."""
         source = node.uses[0]
         maker = self.makers.get(source)
-        dense = maker is not None and not may_alias(maker)
+        dense = maker is not None and not is_view(maker)
         plain = all(key == "dtype" for key, _ in node.attrs) and len(node.args) == 1
         same = self.types[source] == node.out.type
         return dense and plain and same and node.out.name not in self.exposed

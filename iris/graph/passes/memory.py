@@ -4,7 +4,7 @@ from iris.graph.nodes import Graph, Node
 from iris.graph.ops.views import VIEWS
 
 RENAMES = frozenset({"alias", "detach"})
-COPIES = frozenset({"cat", "stack", "roll", "flip", "repeat"})  # of the ops that rearrange
+_VIEWS = VIEWS.keys() - {"cat", "stack", "roll", "flip", "repeat"} | RENAMES  # those copy
 
 
 def base(op: str) -> str:
@@ -12,20 +12,15 @@ def base(op: str) -> str:
     return op.partition(".")[0]
 
 
-def may_alias(node: Node) -> bool:
-    """Whether outputs of ``node`` can share memory with what it reads."""
-    return base(node.op) in VIEWS or node.op in RENAMES
-
-
 def is_view(node: Node) -> bool:
     """Whether outputs of ``node`` lie in the first value that it reads."""
-    return may_alias(node) and base(node.op) not in COPIES
+    return base(node.op) in _VIEWS
 
 
 def exposed(graph: Graph) -> set[str]:
     """Values that are outputs of the program, or that outputs are views of."""
     names = set(graph.live_out)
     for node in reversed(graph.nodes):
-        if may_alias(node) and any(value.name in names for value in node.outputs):
+        if is_view(node) and any(value.name in names for value in node.outputs):
             names.update(node.uses)
     return names
