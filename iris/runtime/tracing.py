@@ -88,7 +88,7 @@ class Record:
     def events(self, clock: Clock) -> list[Event]:
         """The events, with times of the host."""
         words = np.frombuffer(zlib.decompress(self.words), np.int64).reshape(-1, 8)
-        words = _ordered(_nested(_ordered(words)))
+        words = _ordered(_nested(words))
         begins, ends = clock.on_host(words[:, 6]), clock.on_host(words[:, 7])
         tracks = _tracks(words)
         return list(map(self._event, words.tolist(), begins, ends, tracks))
@@ -282,12 +282,14 @@ def _nested(words: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
 
     Such are the tiles of a pipelined loop: the first loads of one are in the last steps of another.
     """
+    words = words.copy()
     ended: dict[int, list[tuple[int, int]]] = {}
     for row in np.argsort(words[:, 7], kind="stable"):
         place, start, end = words[row, 5:8].tolist()
         before = ended.setdefault(place, [])
         late = itertools.takewhile(lambda span: span[1] > start, reversed(before))  # noqa: B023
-        words[row, 6] = max([start, *(other for first, other in late if first < start)])
+        cut = (other for first, other in late if first < start and other < end)
+        words[row, 6] = next(cut, start)  # the last one to end
         before.append((int(words[row, 6]), end))
     return words
 

@@ -234,8 +234,16 @@ def test_what_begins_early_in_a_pipelined_loop_begins_at_the_end_of_the_last():
     words = np.zeros((5, 8), np.int64)
     words[:, 6:] = [(0, 9), (2, 6), (8, 10), (5, 14), (0, 30)]  # the fourth began in the first
     words[4, 5] = 1  # another program
-    found = _ordered(_nested(_ordered(words)))[:, 6:].tolist()
+    found = _ordered(_nested(words))[:, 6:].tolist()
     assert found == [[0, 30], [0, 9], [2, 6], [9, 14], [9, 10]]
+
+
+def test_an_event_that_ends_with_the_one_around_it_stays_within_it():
+    words = np.zeros((3, 8), np.int64)
+    words[:, 6:] = [(3, 10), (1, 10), (1, 10)]  # as recorded: the innermost first
+    words[:, 0] = 1, 2, 3
+    found = _ordered(_nested(words))[:, [0, 6, 7]].tolist()
+    assert found == [[3, 1, 10], [2, 1, 10], [1, 3, 10]]
 
 
 def test_times_of_a_clock_that_drifts():
