@@ -7,8 +7,9 @@ change a knob while it runs. ``knobs()`` lists them all (the documentation is ma
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from iris.errors import ConfigError
 
@@ -48,6 +49,14 @@ class Knob(Generic[T]):
             raise ConfigError(
                 f"{source}={text!r} is not allowed", help=f"set it to {self.allowed}"
             ) from None
+
+
+def whole(name: str, value: Any, least: int) -> int:
+    """Return an argument that is to be a whole number from ``least`` to 2**62."""
+    number = isinstance(value, Real)
+    if number and least <= value <= 1 << 62 and value % 1 == 0:
+        return int(value)
+    raise ConfigError(f"{name}={value!r} must be a whole number from {least} to 2**62")
 
 
 def _seconds(text: str) -> float:

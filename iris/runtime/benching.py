@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from iris import config
 from iris.errors import ConfigError
 from iris.runtime.context import current_or_none
 
@@ -48,8 +49,8 @@ def do_bench(
         raise ConfigError(
             f"return_mode={return_mode!r} is not allowed", help="use one of: " + ", ".join(_MODES)
         )
-    _check_count("n_warmup", n_warmup, 0)
-    _check_count("n_repeat", n_repeat, 1)
+    n_warmup = config.whole("n_warmup", n_warmup, 0)
+    n_repeat = config.whole("n_repeat", n_repeat, 1)
     if quantiles is not None and not all(0 <= q <= 1 for q in quantiles):
         raise ConfigError(f"quantiles={quantiles!r} must be numbers from 0 to 1")
     for _ in range(n_warmup):
@@ -63,11 +64,6 @@ def do_bench(
     points = torch.tensor(list(quantiles), dtype=torch.float64)
     found: list[float] = torch.quantile(torch.tensor(times, dtype=torch.float64), points).tolist()
     return found[0] if len(found) == 1 else found
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}={value!r} must be {least} or more, and whole")
 
 
 def _gpu_is_used() -> bool:

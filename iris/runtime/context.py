@@ -7,7 +7,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Real
 from operator import index
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -118,14 +117,14 @@ class Iris(Creation, CopyEngine, Recovery, RankLogging):
         engines: str | Sequence[str] = (),
     ) -> None:
         """Meet the other ranks and build the heap. See ``iris.iris``."""
-        kind, engines = _checked(heap_size, allocator_type, engines)
+        heap_size, kind, engines = _checked(heap_size, allocator_type, engines)
         if _current is not None:
             _current._board.check_open()  # refuses a fork of a process that has a context
         rendezvous = Rendezvous.join()
         placement = Placement.choose(rendezvous.local_rank)
         self._board = Board(rendezvous.rank, Page.create())
         try:
-            self._build(rendezvous, placement, int(heap_size), kind, engines)
+            self._build(rendezvous, placement, heap_size, kind, engines)
         except BaseException as error:
             self._board.leave(FAILED, describe(error))
             raise
@@ -441,21 +440,14 @@ def _leave_at_exit(ref: "weakref.ref[Iris]") -> None:
 
 
 def _checked(
-    heap_size: Any, allocator_type: str, engines: str | Sequence[str]
-) -> tuple[str, tuple[str, ...]]:
-    """Check the arguments of ``iris`` and return the kind of allocator in force, and engines."""
-    whole = isinstance(heap_size, Real) and float(heap_size).is_integer()
-    if not whole or not 0 < heap_size <= _MOST:
-        raise ConfigError(
-            f"heap_size={heap_size!r} must be a whole number of bytes, from 1 to 2**62"
-        )
+    heap_size: int, allocator_type: str, engines: str | Sequence[str]
+) -> tuple[int, str, tuple[str, ...]]:
+    """Check the arguments of ``iris`` and return them, with the kind of allocator in force."""
+    heap_size = config.whole("heap_size", heap_size, 1)
     kind = config.allocator.read(allocator_type, "allocator_type")
     if config.allocator.is_set():
         kind = config.allocator()
     names = tuple(engines) if isinstance(engines, list | tuple) else (engines,)
     if any(name != "sdma" for name in names):
         raise ConfigError(f"engines={engines!r} is not allowed", help="use () or ('sdma',)")
-    return kind, names
-
-
-_MOST = 1 << 62
+    return heap_size, kind, names

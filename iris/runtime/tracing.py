@@ -16,7 +16,6 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from iris.errors import ConfigError, IrisError
+from iris import config
+from iris.errors import IrisError
 from iris.runtime.timeline import Event, Timeline, lanes
 
 if TYPE_CHECKING:
@@ -141,10 +141,7 @@ class Tracing:
         """
         from iris.device.tracing import EVENT_WORDS, KINDS  # brings in triton
 
-        wanted: Any = max_events
-        if not isinstance(wanted, Real) or wanted < 1 or wanted % 1 != 0:
-            raise ConfigError(f"max_events={max_events!r} must be a whole number above 0")
-        device, count = self._ctx.device, int(max_events)
+        device, count = self._ctx.device, config.whole("max_events", max_events, 1)
         if self._max_events != count:
             shape = (count, EVENT_WORDS.value)
             self._buffer = torch.zeros(shape, dtype=torch.int64, device=device)

@@ -138,14 +138,14 @@ def test_a_closed_context_says_so(ranks, world):
 
 
 @pytest.mark.parametrize(
-    "size", [0, -1, 1.5, float("nan"), float("inf"), 2**62 + 1, "1", None], ids=repr
+    "size",
+    [0, -1, 1.5, float("nan"), float("inf"), 2**62 + 1, 2**1024, "1", None],
+    ids=lambda size: repr(size)[:20],
 )
 def test_a_bad_heap_size_is_refused(size):
     with pytest.raises(ConfigError) as caught:
         iris(size)
-    assert str(caught.value) == (
-        f"heap_size={size!r} must be a whole number of bytes, from 1 to 2**62"
-    )
+    assert str(caught.value) == f"heap_size={size!r} must be a whole number from 1 to 2**62"
 
 
 @pytest.mark.parametrize("engines", ["rdma", ("sdma", "x"), None, ""], ids=repr)
@@ -334,9 +334,9 @@ class TestDoBench:
     def test_bad_arguments(self):
         with pytest.raises(ConfigError, match="help: use one of: mean, min, max, median, all"):
             do_bench(lambda: None, return_mode="average")
-        with pytest.raises(ConfigError, match="n_repeat=0 must be 1 or more, and whole"):
+        with pytest.raises(ConfigError, match="n_repeat=0 must be a whole number from 1 to"):
             do_bench(lambda: None, n_repeat=0)
-        with pytest.raises(ConfigError, match=r"n_warmup=0\.5 must be 0 or more, and whole"):
+        with pytest.raises(ConfigError, match=r"n_warmup=0\.5 must be a whole number from 0 to"):
             do_bench(lambda: None, n_warmup=0.5)
         with pytest.raises(ConfigError, match=r"quantiles=\[50\] must be numbers from 0 to 1"):
             do_bench(lambda: None, quantiles=[50])

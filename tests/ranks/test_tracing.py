@@ -133,7 +133,8 @@ def misuse():
 
 def test_misuse_says_the_way_out(ranks):
     never = "tracing was never enabled in this context\nhelp: call ctx.tracing.enable() first"
-    bad = [f"max_events={x} must be a whole number above 0" for x in ("0", "1.5", "'5'", "inf")]
+    rule = "must be a whole number from 1 to 2**62"
+    bad = [f"max_events={x} {rule}" for x in ("0", "1.5", "'5'", "inf")]
     assert ranks(1).run(misuse) == [[never, never, *bad]]
 
 
