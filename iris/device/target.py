@@ -161,15 +161,17 @@ def _interpreted_multiprocessor() -> Any:
     return tl.cast(-1, tl.int32)
 
 
+def _polling() -> Any:
+    return nullcontext() if observer is None else observer.polling()
+
+
 def _interpreted_load_acquire(ptr: Any, mask: Any) -> Any:
-    if observer is None:
-        return tl.atomic_add(ptr, 0, mask=mask, sem="acquire", scope="sys")
-    with observer.polling():
+    with _polling():
         return tl.atomic_add(ptr, 0, mask=mask, sem="acquire", scope="sys")
 
 
 def _interpreted_carry_over(ptr: Any, source: Any) -> Any:
-    with nullcontext() if observer is None else observer.polling():
+    with _polling():
         return tl.atomic_max(ptr, tl.load(source), sem="acq_rel", scope="sys")
 
 

@@ -188,7 +188,7 @@ class Watch:
     def abort(self, reason: str) -> None:
         """End every wait on this rank; ``check`` then raises ``PeerError(reason)``.
 
-        For a watchdog that saw a peer die.
+        For a watchdog that saw a peer lost, and for ``ctx.reset``.
         """
         self._reason = reason
         self._told[ABORT] = -1 - self._rank

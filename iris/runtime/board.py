@@ -231,8 +231,8 @@ class Board:
         return self.loss(rank)
 
     def check_peers(self, what: str, late: bool = False) -> None:
-        """Raise what is wrong with ranks that are to do ``what``, by their status; if ``late``,
-        also where some have not begun.
+        """Raise ``PeerError`` if a rank is lost; if ``late``, ``TimeoutError`` if a rank's status
+        says that it has not come to ``what``.
         """
         reasons = [text for rank in self.pages if (text := self.trouble(rank)) is not None]
         if reasons:

@@ -189,12 +189,11 @@ class _Call:
             self.problems.append(f"channel={channel!r}: channels are 0 to {CHANNELS - 1}")
 
     def lists(self, **given: Any) -> None:
-        """Raise unless each of ``given`` has a length; note it if these differ."""
+        """Note it if lengths of ``given`` differ; raise at once where one has none."""
         for name, value in given.items():
             if not hasattr(value, "__len__"):
                 self.problems.append(f"{name}: {type(value).__name__} is no list")
-        if self.problems:
-            self.check()
+        self.check()
         lengths = {name: len(value) for name, value in given.items()}
         if len(set(lengths.values())) > 1:
             counts = ", ".join(f"{length} {name}" for name, length in lengths.items())

@@ -206,7 +206,10 @@ class Group:
         return f"call {number} of ranks {self.ranks}, {self._texts.get(signature, 'a meeting')}"
 
     def deserted(self) -> str:
-        """Say which member closed its context before the launch that this rank came to last."""
+        """Say which member closed its context before the launch that this rank came to last.
+
+        "" if none did.
+        """
         number = (self.epoch + self._launches) & _NUMBER
         if self._calls[number % CALLS] >> 32 != number << 1 | 1:
             return ""  # a meeting, which looks after its members itself

@@ -28,9 +28,10 @@ def load(name):
     return module
 
 
-for name, value in vars(load("test_copy_engine")).items():
-    if name.startswith("test_"):
-        globals()[name] = value
+for file in ("test_copy_engine", "test_copy_engine_errors"):
+    for name, value in vars(load(file)).items():
+        if name.startswith("test_"):
+            globals()[name] = value
 
 on_device = load("test_device_copy_engine")
 
