@@ -363,14 +363,12 @@ def spmd(
         replay: False runs a program on a GPU node by node, without a CUDA graph.
         outputs: "fresh" returns new tensors; "reuse" returns the same ones at every call of a
             signature on a GPU, which the next call overwrites.
-        config: how stages are computed, in place of what the cost model would choose: an
-            `iris.StageConfig`, or the name of an algorithm.
+        config: an `iris.StageConfig` or an algorithm's name, in place of the cost model's choice.
         name: how messages call the program; the function's name by default.
 
     Gradients go back through a call whose arguments or parameters require grad, by a program of
-    their own; see docs/concepts/programs.md for whose gradient it is.
-
-    A call raises one of `iris.errors`, the same on all ranks; see docs/errors.md.
+    their own; see docs/concepts/programs.md for whose gradient it is. A call raises one of
+    `iris.errors`, the same on all ranks; see docs/errors.md.
 
     >>> total = iris.spmd(in_specs=P("tp"), out_specs=P())(add_up)          # doctest: +SKIP
     """

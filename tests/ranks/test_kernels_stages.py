@@ -228,6 +228,11 @@ def test_few_programs_communicate(ranks, kind, crew):
     config = replace(SMALL, communication=crew)
     found = ranks(2).run(product_case, kind, 96, 40, 20, torch.float32, "rows", config)
     assert found == [{f"program {number}" for number in range(crew)}] * 2
+
+
+@pytest.mark.parametrize("crew", [1, 2])
+def test_few_programs_gather(ranks, crew):
+    config = replace(SMALL, communication=crew)
     ranks(2).run(gather_case, 21, 35, [17, 9], torch.float32, "rows", config=config)
 
 

@@ -322,13 +322,13 @@ def _overwritten_at_once(lowering, rounds):
         x = torch.full((1000,), float(i + ctx.cur_rank))
         y = program(x) if i % 2 or lowering == "triton" else iris.all_reduce(x)
         x.fill_(-1)
-        if i % 50 == 0:
-            delay(i // 50 % 2, 0.002)
+        if i % 8 == 0:
+            delay(i // 8 % 2, 0.002)
         bad += int(not torch.equal(y, torch.full((1000,), 2.0 * i + 1)))
     return bad
 
 
-@pytest.mark.parametrize(("lowering", "rounds"), [("torch", 400), ("triton", 60)])
+@pytest.mark.parametrize(("lowering", "rounds"), [("torch", 400), ("triton", 24)])
 def test_input_may_be_overwritten_at_once(ranks, lowering, rounds):
     # ROCm/aiter#3515
     assert ranks(2).run(_overwritten_at_once, lowering, rounds) == [0, 0]
