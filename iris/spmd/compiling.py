@@ -190,13 +190,14 @@ class Compiler:
             return self.arguments.binder.rebuild(bound.values, leaves)
 
         def fn(*args: Any, **kwargs: Any) -> Any:
-            for buffer, value in zip(self.written, given, strict=True):
-                buffer.put(value)
+            held = [*zip(self.written, given, strict=True)]
+            for buffer, value in held:
+                buffer.swap(buffer.value, value)
             try:
                 return self.fn(*args, **kwargs)
             finally:
-                for buffer in self.written:
-                    buffer.put(buffer.value)
+                for buffer, value in held:
+                    buffer.swap(value, buffer.value)
 
         buffers = [buffer.value for buffer in self.written]
         return trace(fn, rebuild, [*inputs, *buffers], context, self.watched)

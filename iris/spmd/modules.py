@@ -64,10 +64,11 @@ class Buffer:
     value: torch.Tensor
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
 
-    def put(self, value: torch.Tensor) -> None:
-        """Let the modules hold ``value`` in its place."""
+    def swap(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Let the modules hold ``new`` where they hold ``old``."""
         for owner, name in self.places:
-            owner._buffers[name] = value
+            if owner._buffers.get(name) is old:
+                owner._buffers[name] = new
 
 
 def buffers_of(module: Any) -> list[Buffer]:

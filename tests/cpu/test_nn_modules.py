@@ -229,6 +229,28 @@ def test_a_buffer_that_is_part_of_another_is_refused():
     assert not module.first.any()
 
 
+def test_a_buffer_that_is_written_to_and_replaced_is_refused():
+    iris.iris(1 << 20)
+
+    class Replaced(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(2))
+
+        def forward(self, x):
+            self.seen += x
+            self.seen = self.seen * 2
+            return self.seen * 1
+
+    module = iris.spmd(Replaced())
+    before = module.seen
+    for _ in range(3):
+        with pytest.raises(TraceError, match=r"leaves a traced tensor in self\.seen"):
+            module(torch.ones(2))
+        assert module.seen is before
+        assert not before.any()
+
+
 def test_writes_to_what_is_no_buffer_are_refused():
     iris.iris(1 << 20)
 
