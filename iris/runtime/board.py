@@ -11,7 +11,7 @@ import os
 import platform
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -230,20 +230,12 @@ class Board:
             return f"rank {rank} closed its context"
         return self.loss(rank)
 
-    def check_peers(self, what: str, late: bool = False) -> None:
-        """Raise ``PeerError`` if a rank is lost; if ``late``, ``TimeoutError`` if a rank's status
-        says that it has not come to ``what``.
-        """
-        reasons = [text for rank in self.pages if (text := self.trouble(rank)) is not None]
+    def check_peers(self, what: str, ranks: Iterable[int]) -> None:
+        """Raise ``PeerError`` if one of ``ranks``, which are to come to ``what``, never will."""
+        reasons = [text for rank in ranks if (text := self.trouble(rank)) is not None]
         if reasons:
             waiting = f"\n  rank {self.rank} was waiting for it in: {what}"
             raise PeerError("; ".join(reasons) + waiting)
-        missing = [str(rank) for rank, page in self.pages.items() if page.status != what]
-        if late and missing:
-            raise TimeoutError(
-                f"{what}: rank {self.rank} waited in vain for rank {', '.join(missing)}",
-                help="see where it is, or raise IRIS_TIMEOUT if it is only slow",
-            )
 
     def wait_until_alone(self, seconds: float) -> None:
         """Wait until every peer has left, for at most ``seconds``."""

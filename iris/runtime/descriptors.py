@@ -7,7 +7,7 @@ import struct
 
 from iris import config
 from iris.errors import PeerError, TimeoutError
-from iris.runtime.groups import Group
+from iris.runtime.groups import Group, names
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _BATCH = 128  # descriptors a message may carry
@@ -25,18 +25,18 @@ def exchange_descriptors(group: Group, what: str, mine: list[int]) -> list[list[
         server.settimeout(config.timeout())
         server.bind(name)
         server.listen(group.size)
-        names = group.exchange(what, name.encode())
+        servers = group.exchange(what, name.encode())
         try:
-            for index, peer in enumerate(names):
+            for index, peer in enumerate(servers):
                 if index != group.index:
                     _send(peer, group.index, mine)
-            for _ in names[1:]:
+            for _ in servers[1:]:
                 _receive(server.accept()[0], received)
         except OSError as error:
-            group.board.check_peers(what)
             missing = [rank for index, rank in enumerate(group.ranks) if index not in received]
+            group.board.check_peers(what, missing)
             raise TimeoutError(
-                f"{what}: rank {group.board.rank} has no answer of ranks {missing}: {error}",
+                f"{what}: rank {group.board.rank} has no answer of {names(missing)}: {error}",
                 help="see where they are, or raise IRIS_TIMEOUT if they are only slow",
             ) from error
     return [received[index] for index in range(group.size)]

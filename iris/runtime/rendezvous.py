@@ -103,10 +103,21 @@ class Rendezvous:
                 rank=self.rank,
                 world_size=self.size,
             ),
-            lambda late: board.check_peers(what, late),
+            lambda late: _check_start(board, what, late),
         )
         if nccl:
             atexit.register(_end_process_group)
+
+
+def _check_start(board: Board, what: str, late: bool) -> None:
+    """Raise for ranks that are lost, and if ``late`` for those that have not begun ``what``."""
+    board.check_peers(what, board.pages)
+    missing = [str(rank) for rank, page in board.pages.items() if page.status != what]
+    if late and missing:
+        raise TimeoutError(
+            f"{what}: rank {board.rank} waited in vain for rank {', '.join(missing)}",
+            help="see where it is, or raise IRIS_TIMEOUT if it is only slow",
+        )
 
 
 def _end_process_group() -> None:
