@@ -157,8 +157,8 @@ class Ready:
 
     @classmethod
     def by(cls, name: str, make: Callable[[], Step], want: Tensor) -> "Ready":
-        """What ``make`` gives, and by cublasLt if that of cuBLAS, which some shares of a GPU make
-        wrong, is not ``want``. Collective.
+        """The step that ``make`` gives, made again with cublasLt where it is not ``want`` with
+        cuBLAS, which is wrong in some shares of a GPU. Collective.
         """
         prefer = torch.backends.cuda.preferred_blas_library
         for library in ("cublas", "cublaslt"):

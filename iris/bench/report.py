@@ -84,9 +84,9 @@ def ratios(point: dict[str, Row]) -> tuple[float, float]:
 def regret(point: dict[str, Row]) -> tuple[str, float]:
     """The planner's choice, and its time over that of the fastest candidate; nan without one."""
     chosen = next((row for row in point.values() if row.chosen), None)
-    if chosen is None or not chosen.right:
-        return "" if chosen is None else chosen.name, math.nan
-    return chosen.name, chosen.time.median / _fastest(point, True)
+    if chosen is None:
+        return "", math.nan
+    return chosen.name, chosen.time.median / _fastest(point, True) if chosen.right else math.nan
 
 
 def _known(values: Iterable[float]) -> list[float]:

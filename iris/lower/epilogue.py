@@ -66,9 +66,9 @@ def _power(a: str, exponent: str) -> str:
 
 def _is_power(base: Arg, exponent: Arg) -> bool:
     """Whether ``_power`` can write it: negative numbers have whole powers alone."""
-    if not isinstance(base, Ref) or not isinstance(exponent, int | float):
+    if not isinstance(base, Ref) or not (type(exponent) is int or type(exponent) is float):
         return False
-    return exponent % 1 != 0 or abs(exponent) in WHOLE
+    return exponent % 1 > 0 or abs(exponent) in WHOLE
 
 
 def _most(a: str, b: str) -> str:

@@ -88,8 +88,11 @@ def test_every_op_is_torchs():
 
 @pytest.mark.parametrize(
     "function",
-    [lambda y: y**0, lambda y: y**5, lambda y: 2**y, lambda y: y**y],
-    ids=["nothing", "fifth", "of a number", "of a tensor"],
+    [
+        *(lambda y, n=n: y**n for n in (0, 5, float("inf"), float("nan"), True)),
+        *(lambda y: 2**y, lambda y: y**y),
+    ],
+    ids=["nothing", "fifth", "infinite", "no number", "true", "of a number", "of a tensor"],
 )
 def test_a_power_that_is_no_product_is_left_to_torch(function):
     def program(x, w):
