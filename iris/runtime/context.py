@@ -5,7 +5,7 @@ import os
 import sys
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import index
 from types import TracebackType
@@ -95,7 +95,15 @@ def as_current(ctx: "Iris") -> Iterator[None]:
     try:
         yield
     finally:
-        _current = before
+        _current = _newest_open(before)
+
+
+def _newest_open(ctx: "Iris | None") -> "Iris | None":
+    """Return ``ctx``, or where that is closed the newest one before it that is open."""
+    if ctx is None or not ctx._board.closed:
+        return ctx
+    earlier = (ref() for ref in reversed(ctx._before))
+    return next((each for each in earlier if each is not None and not each._board.closed), None)
 
 
 class Iris(Creation, CopyEngine, Recovery, RankLogging):
@@ -351,7 +359,9 @@ class Iris(Creation, CopyEngine, Recovery, RankLogging):
 
     def _become_current(self) -> None:
         global _current
-        self._before: Callable[[], Iris | None] = weakref.ref(_current) if _current else _no_context
+        earlier = [] if _current is None else [*_current._before, weakref.ref(_current)]
+        # Contexts that may be current again, the oldest first.
+        self._before: list[weakref.ref[Iris]] = [ref for ref in earlier if ref() is not None]
         _current = self
         atexit.register(_leave_at_exit, weakref.ref(self))
 
@@ -362,8 +372,7 @@ class Iris(Creation, CopyEngine, Recovery, RankLogging):
         if self._engine is not None:
             self._engine.close(abandon=state == FAILED)
         self._board.closed = True
-        while _current is not None and _current._board.closed:
-            _current = _current._before()
+        _current = _newest_open(_current)
         if self.checks is not None:
             self.checks.stop()
         self._watchdog.stop()
@@ -389,10 +398,6 @@ def _compare(world: Group, options: str, engines: tuple[str, ...], device: torch
         options += f", engines={engines!r}"
     what = f"iris.iris({options}) on {device.type}" + ", IRIS_CHECK=1" * config.check()
     world.sync(zlib.crc32(what.encode()), what)
-
-
-def _no_context() -> None:
-    """What a first context has before it."""
 
 
 _BARRIER = zlib.crc32(b"barrier")

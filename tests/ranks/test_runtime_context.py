@@ -1,5 +1,6 @@
 """The Iris class beside its heap: the examples of its reference page, logging, timing, knobs."""
 
+import gc
 import logging
 import os
 import time
@@ -12,7 +13,7 @@ from iris import config
 from iris.errors import ConfigError, IrisError
 from iris.logging import DEBUG, set_logger_level
 from iris.runtime.benching import do_bench
-from iris.runtime.context import Iris, current, current_or_none, iris
+from iris.runtime.context import Iris, as_current, current, current_or_none, iris
 from iris.runtime.devices import Share, simulation, usable_units
 
 pytestmark = pytest.mark.ranks
@@ -71,6 +72,12 @@ def test_current_context():
     third = iris(1 << 20)
     first.close()
     assert current() is third
+    iris(1 << 20)  # dropped once it is not the current one
+    with iris(1 << 20) as last:
+        gc.collect()
+        with as_current(third):
+            last.close()
+        assert current() is third
     third.close()
     assert current_or_none() is None
 
