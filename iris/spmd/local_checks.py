@@ -10,6 +10,7 @@ from iris.errors import SpecError, TypeRuleError, UnsupportedError
 from iris.spmd.binding import Bound
 from iris.spmd.local_rank import Difference
 from iris.spmd.specs import Leaf
+from iris.spmd.statics import SIMPLE
 
 
 def check_claims(name: str, leaves: Sequence[Leaf]) -> None:
@@ -60,7 +61,7 @@ def check_constants(name: str, rows: Sequence[Sequence[Any]]) -> None:
     lines = [
         f"[{', '.join(shown)}] on ranks 0 to {len(rows) - 1}"
         for leaves in zip(*rows, strict=True)
-        if isinstance(leaves[0], int | float | str)
+        if any(type(leaf) in SIMPLE for leaf in leaves)
         and len(set(shown := [*map(repr, leaves)])) > 1  # one nan is not another
     ]
     if lines:

@@ -397,21 +397,26 @@ def test_what_does_not_travel(mesh):
     assert torch.equal(_total(mesh)(torch.ones(4, 2)), torch.full((2,), 4.0))
 
 
-def test_numbers_that_differ_between_ranks(mesh):
-    f = iris.spmd(mesh=mesh, in_specs=P("tp"), out_specs=(P("tp"), None))(
-        lambda x: (2 * x, iris.current().get_rank())
-    )
-    with pytest.raises(iris.TypeRuleError) as caught:
-        f(torch.ones(4))
-    assert str(caught.value) == (
-        "<lambda>: a result is no tensor, and differs between ranks\n"
-        "  [0, 1, 2, 3] on ranks 0 to 3\n"
-        "help: return it as a tensor with a spec, or ask by mesh.run"
-    )
-    same = iris.spmd(mesh=mesh, in_specs=P("tp"), out_specs=(P("tp"), None))(
-        lambda x: (2 * x, float("nan"))
-    )
-    assert math.isnan(same(torch.ones(4))[1])
+def test_constants_that_differ_between_ranks(mesh):
+    def beside(constant):
+        f = iris.spmd(mesh=mesh, in_specs=P("tp"), out_specs=(P("tp"), None))(
+            lambda x: (2 * x, constant(iris.current().get_rank()))
+        )
+        return f(torch.ones(4))[1]
+
+    for constant, shown in (
+        (lambda rank: rank, "[0, 1, 2, 3]"),
+        (lambda rank: "last" if rank == 3 else None, "[None, None, None, 'last']"),
+    ):
+        with pytest.raises(iris.TypeRuleError) as caught:
+            beside(constant)
+        assert str(caught.value) == (
+            "<lambda>: a result is no tensor, and differs between ranks\n"
+            f"  {shown} on ranks 0 to 3\n"
+            "help: return it as a tensor with a spec, or ask by mesh.run"
+        )
+    assert math.isnan(beside(lambda rank: float("nan")))
+    assert beside(lambda rank: None) is None
 
 
 def _total(mesh):
