@@ -2,8 +2,8 @@
 inlined on import.
 
 A hundred calls of one decorated layer cost one trace of the layer. A function whose trace cannot
-be repeated like that (it writes to its arguments, or returns tensors from outside) is simply run
-inside the outer trace.
+be repeated like that (it writes to its arguments, returns tensors from outside, or reads traced
+ones that are no arguments) is simply run inside the outer trace.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from iris.graph.types import TensorType
 from iris.spmd.binding import Binder, Bound
 from iris.spmd.context import TraceContext
-from iris.spmd.recording import returned
+from iris.spmd.recording import TracedOutside, returned
 from iris.spmd.tracing import Traced, is_traced, trace
 
 _LIBRARY = torch.library.Library("iris", "FRAGMENT")
@@ -101,7 +101,7 @@ def _trace(
         outer = context.recorder
         try:
             traced = trace(fn, rebuild, bound.tensors, context, ())
-        except _NeedsTypesError:
+        except (_NeedsTypesError, TracedOutside):
             return None
         finally:
             context.recorder = outer

@@ -35,6 +35,10 @@ class DTensorFromOutside(Exception):
     """A DTensor among the operands that is no argument of the program."""
 
 
+class TracedOutside(Exception):
+    """A tensor of an outer trace among the operands that is no argument of this one."""
+
+
 class WriteOutside(Exception):
     """A tensor that is no argument of the program is written to."""
 
@@ -147,6 +151,8 @@ class Recorder(TorchDispatchMode):
         if found is None:
             if is_dtensor(tensor):
                 raise DTensorFromOutside
+            if isinstance(tensor, FakeTensor) and tensor.fake_mode is not self.mode:
+                raise TracedOutside
             name = f"outside{len(self._known)}"
             setattr(self.module, name, tensor)
             self._note(tensor, self.graph.create_node("get_attr", name))

@@ -229,6 +229,27 @@ def test_a_buffer_that_is_part_of_another_is_refused():
     assert not module.first.any()
 
 
+def test_buffers_of_nested_programs_are_written_to():
+    iris.iris(1 << 20)
+
+    class Outer(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+            self.register_buffer("calls", torch.tensor(0))
+
+        def forward(self, x):
+            self.calls += 1
+            return [one for _ in range(2) for one in self.inner(x)], self.calls * x
+
+    module, plain = iris.spmd(Outer(iris.spmd(Same(False)))), Outer(Same(False))
+    for step in range(3):
+        x = torch.arange(4.0) + step
+        found, want = module(x), plain(x)
+        assert all(map(torch.equal, (*found[0], found[1]), (*want[0], want[1])))
+    assert_close(module.inner.first, plain.inner.first)
+
+
 def test_a_buffer_that_is_written_to_and_replaced_is_refused():
     iris.iris(1 << 20)
 

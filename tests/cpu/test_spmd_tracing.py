@@ -515,6 +515,22 @@ def test_random_numbers_are_fresh_and_follow_the_seed():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def test_a_nested_function_reads_a_value_of_the_outer_one():
+    @iris.spmd
+    def outer(x):
+        y = x + 1
+
+        @iris.spmd
+        def inner(z):
+            return z * y
+
+        return inner(x) + inner(y)
+
+    for step in range(3):
+        x = torch.tensor([1.0, 5.0]) + step
+        assert torch.equal(outer(x), x * (x + 1) + (x + 1) ** 2)
+
+
 def test_nested_functions_are_part_of_the_program():
     weights = [torch.full((2, 2), float(i)) for i in range(3)]
 
