@@ -340,7 +340,10 @@ if sys.argv[1] == "killed":
 """
 
 
-@pytest.mark.parametrize("way_out", ["returns", "killed", "interrupted", "restarted", "orphaned"])
+SLOWLY = [pytest.param(way, marks=pytest.mark.slow) for way in ("returns", "restarted", "orphaned")]
+
+
+@pytest.mark.parametrize("way_out", ["killed", "interrupted", *SLOWLY])
 def test_process_exit_leaves_nothing(way_out, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
