@@ -217,7 +217,8 @@ def _ops():
     return float(error), all(callable(getattr(ctx.ops, name)) for name in others)
 
 
-def test_ops(ranks):
-    for error, whole in ranks(2).run(_ops):
+@pytest.mark.parametrize("world", [1, 2])
+def test_ops(ranks, world):
+    for error, whole in ranks(world).run(_ops):
         assert error < 0.2  # values of up to 150, of which float16 has every eighth
         assert whole
