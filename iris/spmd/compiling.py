@@ -78,7 +78,8 @@ class Compiler:
         if not (mesh is not None and mesh.abstract) and self._lowering(mesh) == "triton":
             self.measured = of_group(current(), group or current().world)
         program = agreed(group, f"trace of {self.name}", lambda: self._program(mesh))
-        chosen = [str(choice) for choice in program.choices.values()]
+        run = program.parts or (program,)
+        chosen = [str(choice) for part in run for choice in part.choices.values()]
         everyone = group or group_of(program.mesh)
         agree_on_graph(program.graph, chosen, everyone, self.options.alike)
         program.signature = types

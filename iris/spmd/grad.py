@@ -181,10 +181,16 @@ def differentiate(
         Value(n, TensorType(dtype_name(t.dtype), tuple(t.shape), varying=axes))
         for n, t in zip(names, (node.meta["val"] for node in reads), strict=True)
     ]
+    parts = (
+        make(f"{name} forward", forward, plain.graph.inputs, context),
+        make(f"{name} backward", backward, values, context),
+    )
+    for part in parts:
+        part.whole = f"{plain.title}, gradients of {joint.wanted}"
     return GradProgram(
         **shown,
-        forward=make(f"{name} forward", forward, plain.graph.inputs, context),
-        backward=make(f"{name} backward", backward, values, context),
+        forward=parts[0],
+        backward=parts[1],
         kept=tuple(kept),
         returned=len(results),
         wanted=tuple(joint.wanted),

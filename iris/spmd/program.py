@@ -48,6 +48,7 @@ class Program:
     executable: Executable | None = None
     runner: Runner | None = None
     plan: str = ""  # the text that runs
+    whole: str = ""  # of a part: the title of the program that it is a part of
     _single: bool = field(init=False)  # one result, and nothing to do but to run
     _flat: type | None = field(init=False)  # of a tuple or list of results
     _written: list[int] = field(init=False)  # the inputs that the program writes to
@@ -74,6 +75,8 @@ class Program:
     @property
     def title(self) -> str:
         """Which program it is: the same text on all ranks, and another for any other program."""
+        if self.whole:  # its own values are of whatever shapes this rank has
+            return f"program {self.options.name} {zlib.crc32(self.whole.encode()):08x} of ()"
         types = self.signature or tuple(value.type for value in self.graph.inputs)
         types = types if self.options.alike else ()
         return title(self.options.name, self.graph, [leaf.path for leaf in self.leaves], types)

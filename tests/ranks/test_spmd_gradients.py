@@ -65,10 +65,13 @@ def _layer(rows, lowering):
     return [node.op for node in program.backward.graph.nodes if "all_reduce" in node.op]
 
 
-@pytest.mark.parametrize(("world", "rows"), [(1, 3), (2, 6), (3, 7), (4, 5)])
-def test_a_layer_of_even_and_uneven_shards(ranks, world, rows):
+@pytest.mark.parametrize(
+    ("world", "rows", "lowering"),
+    [(1, 3, "torch"), (2, 6, "torch"), (3, 7, "torch"), (4, 5, "torch"), (2, 5, "triton")],
+)
+def test_a_layer_of_even_and_uneven_shards(ranks, world, rows, lowering):
     # The sum that is whole everywhere goes back without a sum: two remain, of the whole arguments.
-    for sums in ranks(world).run(_layer, rows, "torch"):
+    for sums in ranks(world).run(_layer, rows, lowering):
         assert len(sums) <= 2
 
 
