@@ -37,6 +37,13 @@ def small_integers(
     return torch.randint(-4, 5, tuple(shape), generator=generator).to(dtype)
 
 
+def shard(x: Tensor, dim: int, index: int, parts: int) -> Tensor:
+    """Return part ``index`` of ``x`` along ``dim``: a view, by the rule of torch.chunk."""
+    chunk = -(-x.shape[dim] // parts)
+    start = min(index * chunk, x.shape[dim])
+    return x.narrow(dim, start, max(0, min(chunk, x.shape[dim] - start)))
+
+
 def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> None:
     """Assert equality within ``TOLERANCE`` of ``dtype`` (that of ``actual``); integers exactly."""
     rtol, atol = TOLERANCE.get(dtype or actual.dtype, (0.0, 0.0))

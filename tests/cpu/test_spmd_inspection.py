@@ -1,11 +1,15 @@
-"""What a user is shown of a program, and what a trace refuses, in whole sentences; one rank."""
+"""A program as its user sees it at every stage, and what a trace refuses, in whole sentences."""
 
 import gc
+import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import iris
 from iris import P
@@ -183,3 +187,92 @@ def test_what_a_nested_function_reads_is_seen_again():
         assert outer(torch.ones(1)).item() == 4
     names = [node.op for node in outer.trace(torch.ones(1)).graph.nodes]
     assert names.count("mul.Tensor") == 3
+
+
+def test_ahead_of_time_stages():
+    @iris.spmd(in_specs=(P("tp", None), P(None, "tp")), out_specs=P(None, "tp"))
+    def up(x, w):
+        return F.silu(iris.all_gather(x, "tp", dim=0) @ w)
+
+    x, w = torch.randn(4, 8), torch.randn(8, 6)
+    staged = up.trace(x, w)
+    line = up.__wrapped__.__code__.co_firstlineno + 2
+    head, *body, ret = staged.as_text().splitlines()
+    assert head == "graph up[tp=1](%x: f32[4/tp, 8], %w: f32[8, 6/tp]):"
+    assert [text.split("#")[0].strip() for text in body] == [
+        "%0: f32[4, 8] = all_gather(%x, axis=tp, dim=0)",
+        "%1: f32[4, 6/tp] = matmul(%0, %w)",
+        "%2: f32[4, 6/tp] = silu(%1)",
+    ]
+    assert all(text.endswith(f"# {__file__.rsplit('/', 1)[-1]}:{line}") for text in body)
+    assert ret == "  return %2"
+    compiled = staged.lower().compile()
+    assert torch.equal(compiled(x, w), F.silu(x @ w))
+    assert compiled.memory().local == 4 * (4 * 8 + 4 * 6)  # the gathered x and the product
+    assert "def up(x, w):" in compiled.as_text()
+    with pytest.raises(iris.SpecError, match="compiled for other arguments"):
+        compiled(x[:2], w)
+
+
+def test_memory_of_views(ctx):
+    @iris.spmd
+    def turned(x):
+        y = (x + 1).t()  # keeps the sum alive, and takes nothing
+        z = y[:2] * 2
+        return z.flip(0), y
+
+    x = torch.randn(4, 8)
+    assert turned.trace(x).lower().compile().memory().local == 4 * (4 * 8 + 2 * (2 * 4))
+
+
+def test_tracing_for_a_mesh_that_is_not_there(ctx):
+    ctx.close()
+    mesh = iris.AbstractMesh((2, 4), ("dp", "tp"))
+
+    @iris.spmd(mesh=mesh, in_specs=(P("dp", "tp"), P("tp", None)), out_specs=P("dp", None))
+    def down(x, w):
+        return iris.all_reduce(x @ w, "tp")
+
+    text = down.trace(torch.empty(8, 16), torch.empty(16, 4)).as_text()
+    assert "%x: f32[16/dp, 64/tp], %w: f32[64/tp, 4]" in text
+    with pytest.raises(iris.UnsupportedError, match="an abstract mesh has no ranks to run on"):
+        down(torch.empty(8, 16), torch.empty(16, 4))
+
+    @iris.spmd(mesh=mesh)
+    def fill(cache, x):
+        return cache.add_(x) * 2
+
+    shapes = torch.empty(4, 2, device="meta"), torch.empty(2, device="meta", dtype=torch.bfloat16)
+    assert "write %cache <- %0" in fill.trace(*shapes).as_text()
+
+
+def test_dump_holds_every_step_and_a_script_that_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("IRIS_DUMP", str(tmp_path))
+
+    @iris.spmd(in_specs=(P("tp", None), P(None, "tp")), out_specs=P(None, "tp"), lowering="triton")
+    def up(x, w):
+        return F.silu(iris.all_gather(x, "tp", dim=0) @ w)
+
+    up(torch.ones(4, 8), torch.ones(8, 6))
+    folder = tmp_path / "rank0" / "up"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "00_import.txt",
+        "01_canonicalise.txt",
+        "02_dedupe.txt",
+        "03_fuse.txt",
+        "04_choose.txt",
+        "05_kernel_all_gather_matmul_2.txt",
+        "06_plan.txt",
+        "repro.py",
+    ]
+    assert "tl.sigmoid" in (folder / "05_kernel_all_gather_matmul_2.txt").read_text()
+    assert "all_gather_matmul(%x, %w, algorithm=fused)" in (folder / "04_choose.txt").read_text()
+    ran = subprocess.run(
+        [sys.executable, str(folder / "repro.py")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert ran.stdout.startswith("output 0, rank 0: shape (4, 6), sum ")

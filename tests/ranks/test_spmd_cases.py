@@ -8,18 +8,11 @@ import torch.nn.functional as F
 
 import iris
 from iris import P
-from iris.testing import delay, small_integers
+from iris.testing import delay, shard, small_integers
 
 pytestmark = pytest.mark.ranks
 
 BOTH = pytest.mark.parametrize("lowering", ["torch", "triton"])
-
-
-def shard(x, dim, index, parts):
-    """This rank's shard of a global tensor, by the rule of torch.chunk."""
-    chunk = -(-x.shape[dim] // parts)
-    start = min(index * chunk, x.shape[dim])
-    return x.narrow(dim, start, max(0, min(chunk, x.shape[dim] - start)))
 
 
 def thrice(program, make, expected):
