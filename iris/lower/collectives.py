@@ -33,6 +33,7 @@ class Meeting:
     parity.
     """
 
+    @torch.inference_mode(False)  # views that are kept, and written to in any mode
     def __init__(
         self, group: Group, shapes: Sequence[Sequence[int]], dtype: torch.dtype, what: str
     ) -> None:

@@ -69,6 +69,7 @@ class SharedSlab:
     def owner(self, rank: int, offset: int, nbytes: int) -> object:
         return (ctypes.c_ubyte * nbytes).from_buffer(self._segments[rank].memory, offset)
 
+    @torch.inference_mode(False)  # it is written to in any mode
     def tensor(self, owner: object) -> Tensor:
         return torch.frombuffer(owner, dtype=torch.uint8)
 
@@ -135,6 +136,7 @@ class DeviceSlab:
     def owner(self, rank: int, offset: int, nbytes: int) -> object:
         return _Range(self._mappings[rank], offset, nbytes, rank == self._rank)
 
+    @torch.inference_mode(False)
     def tensor(self, owner: object) -> Tensor:
         assert isinstance(owner, _Range)
         if owner.local:

@@ -208,3 +208,21 @@ def test_a_two_stage_mlp_is_two_launches_without_meetings_or_zeroing(ranks):
     for steps, kernels, ops in ranks(2).run(_counted):
         assert steps == kernels == 2
         assert not {name for name in ops if "zero" in name or "fill" in name}
+
+
+@pytest.mark.parametrize("inner", [iris.all_reduce, iris.all_gather, iris.reduce_scatter])
+def test_what_inference_mode_made_ready_serves_other_modes(ranks, inner):
+    def run():
+        ctx = iris.iris(1 << 20)
+        program = iris.spmd(lambda x: inner(2 * x, "tp"))
+        for seed, mode in enumerate((torch.inference_mode, torch.enable_grad, torch.no_grad) * 2):
+            xs = [small_integers((4, 3), rank, seed) for rank in range(ctx.num_ranks)]
+            with mode():
+                at_once, found = inner(xs[ctx.cur_rank], "tp"), program(xs[ctx.cur_rank])
+            whole = torch.cat(xs) if inner is iris.all_gather else sum(xs)
+            if inner is iris.reduce_scatter:
+                whole = whole.chunk(ctx.num_ranks)[ctx.cur_rank]
+            assert torch.equal(at_once, whole)
+            assert torch.equal(found, 2 * whole)
+
+    ranks(2).run(run)
