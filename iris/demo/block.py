@@ -95,6 +95,5 @@ def _timed(ctx: iris.Iris, values: tuple[torch.Tensor, ...]) -> tuple[torch.Tens
     ctx.barrier()
     start = time.perf_counter()
     output = ffn(*values)
-    if output.is_cuda:
-        torch.cuda.synchronize(output.device)
+    ctx.synchronize()
     return output, time.perf_counter() - start

@@ -8,9 +8,8 @@ half and are never set back. The rows exist from the start: a group's first barr
 nothing, and may be captured.
 """
 
-import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from iris.runtime.context import Iris
     from iris.runtime.groups import Group
 
-_TAG = zlib.crc32(b"iris.device_barrier")
 _MOST_RANKS = 64  # bits of a mask of ranks
 
 
@@ -53,7 +51,7 @@ class DeviceBarrier:
         """
         if ctx.num_ranks > _MOST_RANKS:
             raise UnsupportedError(f"device_barrier serves up to {_MOST_RANKS} ranks")
-        answers = cast(list[Sequence[int]], group.exchange_object("device_barrier", list(taken)))
+        answers = group.exchange_object("device_barrier", list(taken))
         free = set(range(SLOTS, SLOTS + GROUPS)).difference(*answers)
         if not free:
             raise IrisError(
@@ -72,7 +70,7 @@ class DeviceBarrier:
             self._ctx.watch.check()
             self.launch(self._group.ranks)
         else:
-            self._group.sync(_TAG, self._what)
+            self._group.sync(self._what)
 
     def launch(self, members: Sequence[int]) -> None:
         """Launch the kernel, on CPU ranks too. With no ``members`` it only gets loaded."""
@@ -102,7 +100,7 @@ class DeviceBarrier:
         self._ctx.watch.flags[self.row].fill_((epoch + 2**31) % 2**32 - 2**31)
         if self._ctx.device.type == "cuda":
             torch.cuda.synchronize(self._ctx.device)
-        self._group.sync(_TAG, f"restart {self._what}")
+        self._group.sync(f"restart {self._what}")
 
 
 def prepare(ctx: "Iris") -> None:
@@ -113,7 +111,7 @@ def prepare(ctx: "Iris") -> None:
     DeviceBarrier(ctx, ctx.world, SLOTS).launch([])
     if ctx.device.type == "cuda":
         torch.cuda.synchronize(ctx.device)
-    ctx.world.sync(_TAG, "prepare device_barrier")
+    ctx.world.sync("prepare device_barrier")
 
 
 def _bits(ranks: Sequence[int]) -> int:

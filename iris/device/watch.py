@@ -111,7 +111,7 @@ class Watch:
         record.copy_(torch.tensor(words))
         if on_gpu:
             torch.cuda.synchronize(record.device)
-        ctx.world.sync(zlib.crc32(b"iris.watch"), "prepare bounded waits")
+        ctx.world.sync("prepare bounded waits")
         return cls(block, record, told, ctx.cur_rank, ctx._board)
 
     def close(self) -> None:

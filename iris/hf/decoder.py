@@ -231,7 +231,7 @@ def _agree(model: Any, ids: Tensor) -> None:
         tokens = ids.tolist()
         number, shown = zlib.crc32(str(tokens).encode()), str(tokens[0][-8:])
         what = f"{type(model).__name__} on {ids.shape[0]}x{ids.shape[1]} tokens ending in {shown}"
-        group.sync(number, f"{what} ({number:08x})")
+        group.sync(f"{what} ({number:08x})")
 
 
 def _own_cache(cache: Cache | None) -> HeldCache:

@@ -8,7 +8,6 @@ buffers. Two buffers alternate with the group's epoch, so no second meeting is n
 """
 
 import math
-import zlib
 from collections.abc import Callable, Sequence
 from functools import reduce
 
@@ -23,11 +22,6 @@ Collective = Callable[[Tensor], Tensor]
 REDUCTIONS = ("sum", "max", "min", "avg")
 
 
-def tag_of(text: str) -> int:
-    """The 31-bit word by which ranks notice that they met in different places."""
-    return zlib.crc32(text.encode()) & 0x7FFFFFFF
-
-
 class Meeting:
     """Staging views of one collective: this rank's for writing, every member's for reading, by
     parity.
@@ -38,7 +32,6 @@ class Meeting:
         self, group: Group, shapes: Sequence[Sequence[int]], dtype: torch.dtype, what: str
     ) -> None:
         self.group, self.what = group, what
-        self.tag = tag_of(what)
         sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
         staging = group.staging(max(*sizes, 1))
 
@@ -58,7 +51,7 @@ class Meeting:
         self.mine[parity].copy_(x)
         if self.is_cuda:
             torch.cuda.current_stream().synchronize()
-        self.group.sync(self.tag, self.what)
+        self.group.sync(self.what)
         return self.parts[parity]
 
 

@@ -2,8 +2,7 @@
 error on all.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable
 
 from torch import Tensor
 
@@ -65,7 +64,7 @@ def _agree(
 ) -> list[tuple[int, ...]]:
     """Shapes of all members, after checking that they differ in ``free_dim`` at most."""
     mine = (tuple(x.shape), str(x.dtype).removeprefix("torch."), detail)
-    calls: Sequence[Any] = group.exchange_object(name, mine)
+    calls = group.exchange_object(name, mine)
 
     def fixed(call: tuple[tuple[int, ...], str, str]) -> object:
         shape, dtype, text = call

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-import torch
-
 from iris.errors import CheckError
+from iris.runtime.devices import synchronize
 from iris.runtime.groups import Group
 from iris.runtime.heap import STRAY_STORE, Heap, slab_bytes
 
@@ -36,7 +35,7 @@ class Checks:
 
         counter = heap.allocate(16, internal=True)
         counter.tensor.zero_()
-        world.sync(0, "prepare IRIS_CHECK")
+        world.sync("prepare IRIS_CHECK")
         slabs = [(base, base + slab_bytes(heap.capacity)) for base in heap.bases]
         races = RaceCheck.create(world, slabs, counter.peers[0], watch.hidden, heap.holder)
         races.keep = counter
@@ -67,8 +66,7 @@ class Checks:
         The order of accesses is looked at where ``group`` is the world. ``ordered``: all that
         happened so far is before all that comes.
         """
-        if self._heap.device.type == "cuda":
-            torch.cuda.synchronize(self._heap.device)
+        synchronize(self._heap.device)
         with self._unnoted():
             faults: dict[tuple[str, ...], str] = {(text,): text for text in self._heap.faults()}
             help = STRAY_STORE if faults else None

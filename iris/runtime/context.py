@@ -4,7 +4,6 @@ import atexit
 import os
 import sys
 import weakref
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import index
@@ -225,7 +224,7 @@ class Iris(Creation, CopyEngine, Recovery, RankLogging):
                 f"barrier: stream={stream!r} is not a stream",
                 help="name ranks as barrier(group=...)",
             )
-        members.sync(_BARRIER, f"barrier of ranks {members.ranks}")
+        members.sync(f"barrier of ranks {members.ranks}")
         if self.checks is not None:
             self.checks.look(members, ordered=True)
 
@@ -397,10 +396,7 @@ def _compare(world: Group, options: str, engines: tuple[str, ...], device: torch
     if engines:
         options += f", engines={engines!r}"
     what = f"iris.iris({options}) on {device.type}" + ", IRIS_CHECK=1" * config.check()
-    world.sync(zlib.crc32(what.encode()), what)
-
-
-_BARRIER = zlib.crc32(b"barrier")
+    world.sync(what)
 
 
 def _ranks_of(group: Sequence[int] | dist.ProcessGroup) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from iris.runtime.copy_lanes import (
     StreamLanes,
     patiently,
 )
+from iris.runtime.devices import synchronize
 from iris.runtime.rectangles import Rectangle
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Engine:
         self._empty = 0  # times there was none
         self._wake = threading.Event()
         self._start()
-        ctx.world.sync(0, "start the copy engine")
+        ctx.world.sync("start the copy engine")
 
     def submit(self, key: Key, ops: Sequence[Op], used: Sequence[Tensor]) -> None:
         """Append to a lane (see copy_lanes.py)."""
@@ -117,7 +118,7 @@ class Engine:
     def close(self, abandon: bool = False) -> None:
         """End the thread, by default after all that was asked for."""
         if self._thread.is_alive() and not abandon:
-            self._synchronize()
+            synchronize(self._ctx.device)
             with suppress(IrisError):
                 self.settle()
             if self.error is not None:
@@ -131,12 +132,12 @@ class Engine:
         self._end()
         if self._thread.is_alive():
             raise IrisError(f"{self._name()} does not stop", help=_WAY_OUT)
-        self._synchronize()
+        synchronize(self._ctx.device)
         self._rings.zero_()
         for batches in self._taken_ops:
             batches.clear()
         self.restart(0)
-        self._synchronize()
+        synchronize(self._ctx.device)
         self._start()
 
     def restart(self, ticket: int) -> None:
@@ -167,10 +168,6 @@ class Engine:
         self.wake()
         self._thread.join(config.timeout())
         self.lanes.give_up()
-
-    def _synchronize(self) -> None:
-        if self._ctx.device.type == "cuda":
-            torch.cuda.synchronize(self._ctx.device)
 
     def _run(self) -> None:
         try:

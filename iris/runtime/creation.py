@@ -5,7 +5,6 @@ says shape and dtype, and then with ``out=`` a tensor on the heap. So arguments,
 are torch's.
 """
 
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -188,7 +187,7 @@ class Creation:
         """Wait until all ranks have filled theirs, so that a peer's store is not overwritten."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        self.world.sync(_FILLED, "fill a new tensor")
+        self.world.sync("fill a new tensor")
         return tensor.requires_grad_() if requires_grad else tensor
 
     def _check_device(self, device: Device) -> None:
@@ -200,9 +199,6 @@ class Creation:
                 f"device={device!r}, but the heap of this rank is on {self.device}",
                 help="leave device= out",
             )
-
-
-_FILLED = zlib.crc32(b"fill a new tensor")
 
 
 def _view(block: Block, meta: Tensor) -> Tensor:

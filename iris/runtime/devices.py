@@ -96,6 +96,12 @@ def compute_units(device: torch.device) -> int:
     return available_cores()
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done all that this process gave it; CPU ranks work at once."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def available_cores() -> int:
     """Return how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):

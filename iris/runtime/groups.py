@@ -20,7 +20,7 @@ import time
 import zlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -38,6 +38,8 @@ from iris.runtime.board import CALLS, CHUNK_BYTES, CLOSED, LOST, Board, Slot, fe
 
 if TYPE_CHECKING:
     from iris.runtime.heap import Block, Heap
+
+T = TypeVar("T")
 
 _LOW = 0xFFFFFFFF
 _NUMBER, _LAUNCH = 0x7FFFFFFF, 1 << 32  # of a call; a launch, not a meeting
@@ -70,7 +72,7 @@ class Group:
     Example::
 
         pair = ctx.group([0, 2])
-        pair.sync(tag=7, what="before the update")
+        pair.sync("before the update")
         names = pair.exchange_object("names", socket.gethostname())
     """
 
@@ -95,20 +97,23 @@ class Group:
     def __repr__(self) -> str:
         return f"Group(ranks={self.ranks}, epoch={self.epoch})"
 
-    def sync(self, tag: int, what: str) -> int:
-        """Wait until every member has called ``sync`` with this 32-bit tag; return the new epoch.
+    def sync(self, what: str) -> int:
+        """Wait until every member has called ``sync`` with this text; return the new epoch.
 
-        Raises on every member ``CollectiveMismatchError`` where the tags differ (the group stays
+        Raises on every member ``CollectiveMismatchError`` where the texts differ (the group stays
         usable), ``PeerError`` where a member died, closed or failed, and ``TimeoutError`` after
         ``IRIS_TIMEOUT`` seconds; each quotes ``what``.
         """
+        return self._sync(zlib.crc32(what.encode()), what)
+
+    def _sync(self, tag: int, what: str) -> int:
         self.board.check_usable()
         epoch = self.epoch + 1
         parity = epoch & 1
         if self._said[parity] != what:
             self._slot.write_what(parity, what)
             self._said[parity] = what
-        word = (tag & _LOW) << 32 | (epoch & _LOW)
+        word = tag << 32 | (epoch & _LOW)
         observer = self.board.observer
         if observer is not None:
             observer.arrive(self.key, epoch)
@@ -161,7 +166,7 @@ class Group:
         while at < longest:
             parity = (self.epoch + 1) & 1
             self._slot.post(parity, len(payload), payload[at : at + CHUNK_BYTES])
-            self.sync(tag, what)
+            self._sync(tag, what)
             for slot, part in zip(self._slots, parts, strict=True):
                 assert slot is not None  # sync has met every member
                 total, chunk = slot.fetch(parity, at)
@@ -170,7 +175,7 @@ class Group:
             at += CHUNK_BYTES
         return [b"".join(part) for part in parts]
 
-    def exchange_object(self, what: str, obj: object) -> list[object]:
+    def exchange_object(self, what: str, obj: T) -> list[T]:
         """Return every member's object, in group order; they are pickled."""
         return [pickle.loads(data) for data in self.exchange(what, pickle.dumps(obj))]
 
@@ -195,8 +200,8 @@ class Group:
         """Note that this rank comes to a meeting."""
         self.board.recent = self
         number = (self.epoch + 1 + self._launches) & _NUMBER
-        self._texts[signature & _LOW] = text
-        self._slot.calls[number % CALLS] = number << 33 | (signature & _LOW)
+        self._texts[signature] = text
+        self._slot.calls[number % CALLS] = number << 33 | signature
 
     def last_call(self) -> str:
         """Say which call of this group was this rank's last one."""

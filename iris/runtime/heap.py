@@ -13,7 +13,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from iris.errors import CheckError, CollectiveMismatchError, HeapExhaustedError,
 from iris.logging import logger
 from iris.runtime.arena import Arena
 from iris.runtime.callsite import user_line
+from iris.runtime.devices import synchronize
 from iris.runtime.groups import Group
 from iris.runtime.guards import GUARD_BYTES, Guards
 from iris.runtime.slabs import Slab
@@ -234,12 +234,12 @@ class Heap:
         Returns the largest ``high.top`` of all members.
         """
         drops = self._take_drops(group)
-        if drops and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # kernels in flight may still use what was dropped
+        if drops:
+            synchronize(self.device)  # kernels in flight may still use what was dropped
         top = self._arenas[request.internal].high.top
         own = replace(request, drops=drops, high_top=top, faults=tuple(self.faults()))
         try:
-            answers = cast(list[_Request], group.exchange_object("allocate on the heap", own))
+            answers = group.exchange_object("allocate on the heap", own)
         except Exception:
             self._dropped.extendleft(reversed(drops))
             raise

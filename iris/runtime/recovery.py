@@ -10,6 +10,7 @@ from iris import config
 from iris.errors import PeerError, TimeoutError
 from iris.runtime.board import LOST, RESETS, Board
 from iris.runtime.checks import Checks
+from iris.runtime.devices import synchronize
 from iris.runtime.groups import Group, names
 
 if TYPE_CHECKING:
@@ -61,8 +62,7 @@ class Recovery:
         self._board.check_open()
         if self._board.page.state != LOST:
             self.watch.abort("ctx.reset() was called")  # this rank's kernels may be waiting
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         self._gather()
         self.renew()
         self._gather()

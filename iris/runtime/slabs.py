@@ -11,7 +11,7 @@ from torch import Tensor
 
 from iris.runtime.driver import Driver
 from iris.runtime.groups import Group
-from iris.runtime.segments import Address, Segment
+from iris.runtime.segments import Segment
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup, _SymmetricMemory
@@ -56,10 +56,9 @@ class SharedSlab:
         own = Segment.create(nbytes, "heap")
         segments = []
         for index, address in enumerate(world.exchange_object("share the heap", own.address)):
-            assert isinstance(address, Address)
             peer = f"rank {world.ranks[index]}"
             segments.append(own if index == world.index else Segment.open(address, peer))
-        world.sync(0, "map the heaps")
+        world.sync("map the heaps")
         own.seal()
         return cls(segments, nbytes)
 
@@ -127,7 +126,7 @@ class DeviceSlab:
             else:
                 peer = driver.open(handle)
                 mappings.append(Mapping(peer, lambda peer=peer: driver.close(peer)))  # type: ignore[misc]
-        world.sync(0, "map the heaps")
+        world.sync("map the heaps")
         return cls(mappings, nbytes, device, world.index)
 
     def commit(self, group: Group, offsets: Sequence[int], nbytes: int) -> None:

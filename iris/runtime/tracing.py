@@ -25,6 +25,7 @@ from torch import Tensor
 
 from iris import config
 from iris.errors import IrisError
+from iris.runtime.devices import synchronize
 from iris.runtime.timeline import Event, Timeline, lanes
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 _ROUNDS = 64
 _LIMIT_NS = 10**9  # for all rounds
-_ENABLE = zlib.crc32(b"tracing.enable")
 CPU_CLOCK = "the host's monotonic clock, read by all ranks"
 GPU_CLOCK = (
     "GPU clocks, mapped to the host's monotonic clock by Cristian's algorithm when recording "
@@ -151,17 +151,17 @@ class Tracing:
             self._kinds, self._clock = list(KINDS), _ClockReader(device)
         self._set(1)
         self.reset()
-        self._ctx.world.sync(_ENABLE, "ctx.tracing.enable")
+        self._ctx.world.sync("ctx.tracing.enable")
 
     def disable(self) -> None:
         """Record no more. What was recorded can still be exported. Collective."""
         self._set(0)
-        self._ctx.world.sync(_ENABLE, "ctx.tracing.disable")
+        self._ctx.world.sync("ctx.tracing.disable")
 
     def reset(self) -> None:
         """Forget all events."""
         self._check()
-        self._synchronize()
+        synchronize(self._ctx.device)
         self._counter.zero_()
         self._started = self._clock()
 
@@ -185,7 +185,7 @@ class Tracing:
         mine = self._record()
         sent = mine if merge else replace(mine, words=b"")
         what = f"ctx.tracing, merge={merge}"
-        answers: Any = self._ctx.world.exchange_object(what, sent)
+        answers = self._ctx.world.exchange_object(what, sent)
         clocks = _shared([record.clock for record in answers])
         ranks = [
             {
@@ -221,7 +221,7 @@ class Tracing:
 
     def _set(self, enabled: int) -> None:
         self._check()
-        self._synchronize()
+        synchronize(self._ctx.device)
         addresses = self._counter.data_ptr(), self._buffer.data_ptr()
         self.fields.copy_(torch.tensor([enabled, self._max_events, *addresses]))
         self.enabled = bool(enabled)
@@ -232,12 +232,8 @@ class Tracing:
                 "tracing was never enabled in this context", help="call ctx.tracing.enable() first"
             )
 
-    def _synchronize(self) -> None:
-        if self._ctx.device.type == "cuda":
-            torch.cuda.synchronize(self._ctx.device)
-
     def _record(self) -> Record:
-        self._synchronize()
+        synchronize(self._ctx.device)
         count = int(self._counter)
         kept = min(count, self._max_events)
         if count > kept:

@@ -63,7 +63,7 @@ class VirtualSlab(DeviceSlab):
             )
         for at in range(0, max(map(len, wanted)), _AT_ONCE):
             _share(group, spaces, [chunks[at : at + _AT_ONCE] for chunks in wanted])
-        group.sync(0, "grow the heap: mapped")
+        group.sync("grow the heap: mapped")
 
     def close(self) -> None:
         super().close()

@@ -83,16 +83,12 @@ def agreed(group: Group | None, what: str, make: Callable[[], T]) -> T:
     if group is None or group.size == 1:
         return make()
     try:
-        value, failure = make(), None
+        value = make()
     except Exception as error:
         group.exchange_object(what, f"{type(error).__name__}: {error}")
         raise
-    reports = group.exchange_object(what, failure)
-    failed = [
-        (rank, text) for rank, text in zip(group.ranks, reports, strict=True) if text is not None
-    ]
-    if failed:
-        lines = "\n".join(f"  rank {rank}: {text}" for rank, text in failed)
+    reports = zip(group.ranks, group.exchange_object(what, ""), strict=True)
+    if lines := "\n".join(f"  rank {rank}: {text}" for rank, text in reports if text):
         raise TraceError(f"{what} failed on another rank\n{lines}")
     return value
 

@@ -101,9 +101,7 @@ class Compiler:
             return None
         found = next((p for p in self.variants if p.signature == types), None)
         others = any(p.signature != types for p in self.variants)
-        answers: Any = group.exchange_object(
-            f"programs of {self.name}", (found is not None, others)
-        )
+        answers = group.exchange_object(f"programs of {self.name}", (found is not None, others))
         self.doubtful = any(other for _, other in answers)
         return found if all(known for known, _ in answers) else None
 
@@ -116,7 +114,7 @@ class Compiler:
         mine = [(dtype_name(leaf.value.dtype), tuple(leaf.value.shape)) for leaf in leaves]
         shapes = [mine] * len(mesh.ranks)
         if group is not None and any(leaf.spec is not None for leaf in leaves):
-            shapes = group.exchange_object(f"shapes of {self.name}", mine)  # type: ignore[assignment]
+            shapes = group.exchange_object(f"shapes of {self.name}", mine)
         return resolve_types(self.name, leaves, mesh, shapes)
 
     def _type_held(self, types: Sequence[TensorType]) -> None:

@@ -33,7 +33,6 @@ from iris.spmd.profiling import Profiler
 from iris.spmd.program import Program, prepare
 from iris.spmd.surroundings import Settings
 
-_STORE = 0x10CA1  # tag of the barrier between writing results and comparing them
 _BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -448,14 +447,14 @@ def _store(signature: _Signature, outputs: Sequence[int]) -> list[Difference]:
     for index, local in signature.written.items():
         writes.append((signature.inputs[index], signature.shards[index], local))
     if signature.written:
-        world.sync(_STORE, "read the arguments")
+        world.sync("read the arguments")
     for part, shared, local in writes:
         if part.first:
             shared.copy_(local)
     signature.results, signature.shards, signature.written = [], [], {}
     if not any(part.copied for part, _, _ in writes):
         return []
-    world.sync(_STORE, "store the results")
+    world.sync("store the results")
     found = [
         _difference(number, shared, local)
         for number, (part, shared, local) in enumerate(writes)

@@ -7,7 +7,6 @@ import re
 import sys
 import time
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +20,6 @@ from iris.runtime.groups import Group
 from iris.runtime.timeline import Event, Timeline
 
 KERNELS = "kernels"
-_START = zlib.crc32(b"iris.profile")
 _STEP = re.compile(r"v?(\w+),?.* = (\w+)\(.*?(?:\s+# (.*))?$")
 
 
@@ -33,7 +31,7 @@ def _labels() -> Mapping[CodeType, Callable[[Mapping[str, Any]], str]]:
     from iris.spmd.program import Program, prepare
 
     return {
-        Group.sync.__code__: lambda local: f"wait in {local['what']}",
+        Group._sync.__code__: lambda local: f"wait in {local['what']}",
         Compiler.run.__code__: lambda local: f"trace {local['self'].name}",
         prepare.__code__: lambda local: f"plan {local['program'].options.name}",
         Runner._load.__code__: lambda local: f"load {local['self'].what}",
@@ -176,7 +174,7 @@ class Profiler:
                 self._torch = torch_profile(activities=[ProfilerActivity.CUDA])
                 self._torch.start()
         if self._ctx is not None:  # starting torch's profiler can wait for a peer's kernel
-            self._ctx.world.sync(_START, "iris.profile")
+            self._ctx.world.sync("iris.profile")
         self._recorder.start()
 
     def cancel(self) -> None:
@@ -246,7 +244,7 @@ def profile(
         profiler.cancel()
         raise
     mine, ctx = profiler.stop(), current_or_none()
-    parts: Any = [mine] if ctx is None else ctx.world.exchange_object("iris.profile", mine)
+    parts = [mine] if ctx is None else ctx.world.exchange_object("iris.profile", mine)
     timeline.events += [event for part in parts for event in part.events]
     timeline.about |= mine.about
     if path is not None and (ctx is None or ctx.cur_rank == 0):

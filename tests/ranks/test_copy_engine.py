@@ -285,12 +285,12 @@ def ours():
         return
     x = ctx.heap.allocate(32, some).tensor.view(torch.int64)
     x.fill_(ctx.cur_rank + 1)
-    some.sync(1, "fill")
+    some.sync("fill")
     if ctx.cur_rank == 0:
         ctx.put(x, 1)
         with pytest.raises(ConfigError, match=r"from_tensor: only ranks \(0, 1\) allocated it"):
             ctx.put(x, 2)
-    some.sync(2, "put")
+    some.sync("put")
     assert x.tolist() == [1] * 4
 
 

@@ -51,7 +51,7 @@ def _rounds(rounds, first_epoch):
                 time.sleep(0.001)
             number = all_members.index(group.ranks)
             peers[ctx.cur_rank][number] = done
-            assert group.sync(number, "round") == first_epoch + done
+            assert group.sync(f"round {number}") == first_epoch + done
             assert all(peers[rank][number] >= done for rank in group.ranks)
     return [group.epoch - first_epoch for group in groups]
 
@@ -101,8 +101,8 @@ def _mismatch():
     ctx = iris(1 << 20)
     shape = (4, 5) if ctx.cur_rank == 0 else (4, 3)
     with pytest.raises(CollectiveMismatchError) as caught:
-        ctx.world.sync(hash(shape), f"all_reduce of f32{list(shape)}")
-    ctx.world.sync(1, "the group stays usable")
+        ctx.world.sync(f"all_reduce of f32{list(shape)}")
+    ctx.world.sync("the group stays usable")
     return str(caught.value)
 
 
@@ -120,11 +120,11 @@ def test_mismatch_is_raised_on_all_ranks_with_both_calls(ranks):
 def _retry_from_the_start():
     """Rank 1 fails between two collectives and starts again, one collective behind rank 0."""
     ctx = iris(1 << 20)
-    ctx.world.sync(1, "first")
+    ctx.world.sync("first")
     with pytest.raises(CollectiveMismatchError):
-        ctx.world.sync(2, "second") if ctx.cur_rank == 0 else ctx.world.sync(1, "first")
+        ctx.world.sync("second" if ctx.cur_rank == 0 else "first")
     epoch = ctx.world.epoch
-    return ctx.world.sync(3, "in step again") - epoch
+    return ctx.world.sync("in step again") - epoch
 
 
 def test_a_rank_that_retries_is_found_out(ranks):

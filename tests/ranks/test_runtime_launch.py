@@ -189,9 +189,9 @@ def _fail_in_current():
     from iris.runtime.context import current
 
     if current().cur_rank == 0:
-        current().world.sync(1, "one more than rank 1")
+        current().world.sync("first")
         raise ValueError("no luck")
-    current().world.sync(1, "first")
+    current().world.sync("first")
     with pytest.raises(PeerError, match="rank 0 failed: ValueError: no luck"):
         current().barrier()
 

@@ -1,6 +1,5 @@
 """What every stage has on the host: symmetric workspace, operands for kernels, the schedule."""
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from iris.lower.kernels.config import TRITON_DTYPES, GemmConfig, Tiling
 from iris.lower.kernels.protocol import STATE_WORDS
 from iris.lower.kernels.schedule import make_schedule, tile_order
+from iris.runtime.devices import synchronize
 
 POINTERS, TMA_K, TMA_R = 0, 1, 2  # as in gemm.py
 
@@ -25,7 +25,7 @@ class GroupLike(Protocol):
     index: int
     size: int
 
-    def sync(self, tag: int, what: str) -> int: ...
+    def sync(self, what: str) -> int: ...
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -145,10 +145,9 @@ class Workspace:
         self.named(what, what)
         self.counters.append(self.state)
         ctx.counting.add(self)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         # No rank may set a flag before its owner has zeroed it.
-        group.sync(zlib.crc32(what.encode()) & 0x7FFFFFFF, what)
+        group.sync(what)
 
     def restart(self) -> None:
         """Count launches from 0 again, when no rank is in any."""
