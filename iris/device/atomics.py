@@ -23,18 +23,10 @@ from iris.device.target import INTERPRETED, SYSTEM, device_function, spread
 
 @device_function
 def atomic_add(
-    pointer,
-    val,
-    from_rank,
-    to_rank,
-    heap_bases,
-    mask=None,
-    sem: tl.constexpr = None,
-    scope: tl.constexpr = SYSTEM,
-    hint: tl.constexpr = None,
-    copy_engine_ctx=None,
+    pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = None,
+    scope: tl.constexpr = SYSTEM, hint: tl.constexpr = None, copy_engine_ctx=None,
     use_copy_engine: tl.constexpr = False,
-):
+):  # fmt: skip
     """Add ``val`` to what ``to_rank`` has at ``pointer``.
 
     With ``use_copy_engine`` it only asks for that, after what was asked for ``to_rank`` before: on
@@ -61,16 +53,9 @@ def atomic_add(
 
 @device_function
 def atomic_sub(
-    pointer,
-    val,
-    from_rank,
-    to_rank,
-    heap_bases,
-    mask=None,
-    sem: tl.constexpr = None,
-    scope: tl.constexpr = SYSTEM,
-    hint: tl.constexpr = None,
-):
+    pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = None,
+    scope: tl.constexpr = SYSTEM, hint: tl.constexpr = None,
+):  # fmt: skip
     """Subtract ``val`` from what ``to_rank`` has at ``pointer``."""
     negative = 0 - tl.cast(val, pointer.dtype.element_ty)
     return atomic_add(pointer, negative, from_rank, to_rank, heap_bases, mask, sem, scope, hint)
@@ -78,16 +63,9 @@ def atomic_sub(
 
 @device_function
 def atomic_min(
-    pointer,
-    val,
-    from_rank,
-    to_rank,
-    heap_bases,
-    mask=None,
-    sem: tl.constexpr = None,
-    scope: tl.constexpr = SYSTEM,
-    hint: tl.constexpr = None,
-):
+    pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = None,
+    scope: tl.constexpr = SYSTEM, hint: tl.constexpr = None,
+):  # fmt: skip
     """Lower what ``to_rank`` has at ``pointer`` to ``val`` where ``val`` is less."""
     _check_ordered(pointer, "atomic_min")
     target = translate(pointer, heap_bases, from_rank, to_rank, hint)
@@ -96,16 +74,9 @@ def atomic_min(
 
 @device_function
 def atomic_max(
-    pointer,
-    val,
-    from_rank,
-    to_rank,
-    heap_bases,
-    mask=None,
-    sem: tl.constexpr = None,
-    scope: tl.constexpr = SYSTEM,
-    hint: tl.constexpr = None,
-):
+    pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = None,
+    scope: tl.constexpr = SYSTEM, hint: tl.constexpr = None,
+):  # fmt: skip
     """Raise what ``to_rank`` has at ``pointer`` to ``val`` where ``val`` is greater."""
     _check_ordered(pointer, "atomic_max")
     target = translate(pointer, heap_bases, from_rank, to_rank, hint)
@@ -114,16 +85,9 @@ def atomic_max(
 
 @device_function
 def atomic_and(
-    pointer,
-    val,
-    from_rank,
-    to_rank,
-    heap_bases,
-    mask=None,
-    sem: tl.constexpr = None,
-    scope: tl.constexpr = SYSTEM,
-    hint: tl.constexpr = None,
-):
+    pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = None,
+    scope: tl.constexpr = SYSTEM, hint: tl.constexpr = None,
+):  # fmt: skip
     """Replace what ``to_rank`` has at ``pointer`` by its bitwise and with ``val``."""
     _check_integer(pointer, "atomic_and")
     target = translate(pointer, heap_bases, from_rank, to_rank, hint)
@@ -132,16 +96,9 @@ def atomic_and(
 
 @device_function
 def atomic_or(
-    pointer,
-    val,
-    from_rank,
-    to_rank,
-    heap_bases,
-    mask=None,
-    sem: tl.constexpr = None,
-    scope: tl.constexpr = SYSTEM,
-    hint: tl.constexpr = None,
-):
+    pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = None,
+    scope: tl.constexpr = SYSTEM, hint: tl.constexpr = None,
+):  # fmt: skip
     """Replace what ``to_rank`` has at ``pointer`` by its bitwise or with ``val``."""
     _check_integer(pointer, "atomic_or")
     target = translate(pointer, heap_bases, from_rank, to_rank, hint)
@@ -150,16 +107,9 @@ def atomic_or(
 
 @device_function
 def atomic_xor(
-    pointer,
-    val,
-    from_rank,
-    to_rank,
-    heap_bases,
-    mask=None,
-    sem: tl.constexpr = None,
-    scope: tl.constexpr = SYSTEM,
-    hint: tl.constexpr = None,
-):
+    pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = None,
+    scope: tl.constexpr = SYSTEM, hint: tl.constexpr = None,
+):  # fmt: skip
     """Replace what ``to_rank`` has at ``pointer`` by its bitwise exclusive or with ``val``."""
     _check_integer(pointer, "atomic_xor")
     target = translate(pointer, heap_bases, from_rank, to_rank, hint)
@@ -168,16 +118,9 @@ def atomic_xor(
 
 @device_function
 def atomic_xchg(
-    pointer,
-    val,
-    from_rank,
-    to_rank,
-    heap_bases,
-    mask=None,
-    sem: tl.constexpr = None,
-    scope: tl.constexpr = SYSTEM,
-    hint: tl.constexpr = None,
-):
+    pointer, val, from_rank, to_rank, heap_bases, mask=None, sem: tl.constexpr = None,
+    scope: tl.constexpr = SYSTEM, hint: tl.constexpr = None,
+):  # fmt: skip
     """Put ``val`` in place of what ``to_rank`` has at ``pointer``."""
     ELEMENT: tl.constexpr = pointer.dtype.element_ty
     target = _words(translate(pointer, heap_bases, from_rank, to_rank, hint), "atomic_xchg")
@@ -187,16 +130,9 @@ def atomic_xchg(
 
 @device_function
 def atomic_cas(
-    pointer,
-    cmp,
-    val,
-    from_rank,
-    to_rank,
-    heap_bases,
-    sem: tl.constexpr = None,
-    scope: tl.constexpr = SYSTEM,
-    hint: tl.constexpr = None,
-):
+    pointer, cmp, val, from_rank, to_rank, heap_bases, sem: tl.constexpr = None,
+    scope: tl.constexpr = SYSTEM, hint: tl.constexpr = None,
+):  # fmt: skip
     """Put ``val`` in place of what ``to_rank`` has at ``pointer`` where its bits are ``cmp``'s."""
     ELEMENT: tl.constexpr = pointer.dtype.element_ty
     target = _words(translate(pointer, heap_bases, from_rank, to_rank, hint), "atomic_cas")

@@ -94,41 +94,23 @@ class DeviceContext:
 
     @device_function
     def load(
-        self,
-        pointer,
-        from_rank,
-        mask=None,
-        other=None,
-        cache_modifier: tl.constexpr = None,
-        volatile: tl.constexpr = False,
-        hint: tl.constexpr = None,
-    ):
+        self, pointer, from_rank, mask=None, other=None, cache_modifier: tl.constexpr = None,
+        volatile: tl.constexpr = False, hint: tl.constexpr = None,
+    ):  # fmt: skip
         """Return what ``from_rank`` has at ``pointer``."""
         since = self.trace_begin()
         value = ops.load(
-            pointer,
-            self.rank,
-            from_rank,
-            self.heap_bases,
-            mask,
-            other,
-            cache_modifier,
-            volatile,
+            pointer, self.rank, from_rank, self.heap_bases, mask, other, cache_modifier, volatile,
             hint,
-        )
+        )  # fmt: skip
         self._moved(since, tracing.LOAD, from_rank, pointer, mask)
         return value
 
     @device_function
     def store(
-        self,
-        pointer,
-        value,
-        to_rank,
-        mask=None,
-        cache_modifier: tl.constexpr = None,
+        self, pointer, value, to_rank, mask=None, cache_modifier: tl.constexpr = None,
         hint: tl.constexpr = None,
-    ):
+    ):  # fmt: skip
         """Store ``value`` at ``pointer`` on ``to_rank``."""
         since = self.trace_begin()
         ops.store(pointer, value, self.rank, to_rank, self.heap_bases, mask, cache_modifier, hint)
@@ -136,130 +118,67 @@ class DeviceContext:
 
     @device_function
     def get(
-        self,
-        from_ptr,
-        to_ptr,
-        from_rank,
-        mask=None,
-        other=None,
-        load_cache_modifier: tl.constexpr = None,
-        store_cache_modifier: tl.constexpr = None,
+        self, from_ptr, to_ptr, from_rank, mask=None, other=None,
+        load_cache_modifier: tl.constexpr = None, store_cache_modifier: tl.constexpr = None,
         hint: tl.constexpr = None,
-    ):
+    ):  # fmt: skip
         """Copy from ``from_ptr`` on ``from_rank`` to ``to_ptr`` here."""
         since = self.trace_begin()
         ops.copy(
-            from_ptr,
-            to_ptr,
-            from_rank,
-            self.rank,
-            self.rank,
-            self.heap_bases,
-            mask,
-            other,
-            load_cache_modifier,
-            store_cache_modifier,
-            hint,
-        )
+            from_ptr, to_ptr, from_rank, self.rank, self.rank, self.heap_bases, mask, other,
+            load_cache_modifier, store_cache_modifier, hint,
+        )  # fmt: skip
         self._moved(since, tracing.GET, from_rank, from_ptr, mask)
 
     @device_function
     def put(
-        self,
-        from_ptr,
-        to_ptr,
-        to_rank,
-        mask=None,
-        other=None,
-        load_cache_modifier: tl.constexpr = None,
-        store_cache_modifier: tl.constexpr = None,
+        self, from_ptr, to_ptr, to_rank, mask=None, other=None,
+        load_cache_modifier: tl.constexpr = None, store_cache_modifier: tl.constexpr = None,
         hint: tl.constexpr = None,
-    ):
+    ):  # fmt: skip
         """Copy from ``from_ptr`` here to ``to_ptr`` on ``to_rank``."""
         since = self.trace_begin()
         ops.put(
-            from_ptr,
-            to_ptr,
-            self.rank,
-            to_rank,
-            self.heap_bases,
-            mask,
-            other,
-            load_cache_modifier,
-            store_cache_modifier,
-            hint,
-        )
+            from_ptr, to_ptr, self.rank, to_rank, self.heap_bases, mask, other, load_cache_modifier,
+            store_cache_modifier, hint,
+        )  # fmt: skip
         self._moved(since, tracing.PUT, to_rank, from_ptr, mask)
 
     @device_function
     def copy(
-        self,
-        src_ptr,
-        dst_ptr,
-        from_rank,
-        to_rank,
-        mask=None,
-        other=None,
-        load_cache_modifier: tl.constexpr = None,
-        store_cache_modifier: tl.constexpr = None,
+        self, src_ptr, dst_ptr, from_rank, to_rank, mask=None, other=None,
+        load_cache_modifier: tl.constexpr = None, store_cache_modifier: tl.constexpr = None,
         hint: tl.constexpr = None,
-    ):
+    ):  # fmt: skip
         """Copy from ``src_ptr`` on ``from_rank`` to ``dst_ptr`` on ``to_rank``."""
         since = self.trace_begin()
         ops.copy(
-            src_ptr,
-            dst_ptr,
-            from_rank,
-            to_rank,
-            self.rank,
-            self.heap_bases,
-            mask,
-            other,
-            load_cache_modifier,
-            store_cache_modifier,
-            hint,
-        )
+            src_ptr, dst_ptr, from_rank, to_rank, self.rank, self.heap_bases, mask, other,
+            load_cache_modifier, store_cache_modifier, hint,
+        )  # fmt: skip
         self._moved(since, tracing.COPY, to_rank, src_ptr, mask)
 
     @device_function
     def atomic_add(
-        self,
-        pointer,
-        val,
-        to_rank,
-        mask=None,
-        sem: tl.constexpr = None,
-        scope: tl.constexpr = SYSTEM,
-        hint: tl.constexpr = None,
-    ):
+        self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None,
+        scope: tl.constexpr = SYSTEM, hint: tl.constexpr = None,
+    ):  # fmt: skip
         """Add ``val`` to what ``to_rank`` has at ``pointer``; return the old value."""
         return self._atomic(atomics.atomic_add, pointer, val, to_rank, mask, sem, scope, hint)
 
     @device_function
     def atomic_sub(
-        self,
-        pointer,
-        val,
-        to_rank,
-        mask=None,
-        sem: tl.constexpr = None,
-        scope: tl.constexpr = SYSTEM,
-        hint: tl.constexpr = None,
-    ):
+        self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None,
+        scope: tl.constexpr = SYSTEM, hint: tl.constexpr = None,
+    ):  # fmt: skip
         """Subtract ``val`` from what ``to_rank`` has at ``pointer``; return the old value."""
         return self._atomic(atomics.atomic_sub, pointer, val, to_rank, mask, sem, scope, hint)
 
     @device_function
     def atomic_cas(
-        self,
-        pointer,
-        cmp,
-        val,
-        to_rank,
-        sem: tl.constexpr = None,
-        scope: tl.constexpr = SYSTEM,
+        self, pointer, cmp, val, to_rank, sem: tl.constexpr = None, scope: tl.constexpr = SYSTEM,
         hint: tl.constexpr = None,
-    ):
+    ):  # fmt: skip
         """Put ``val`` where ``to_rank`` has ``cmp`` at ``pointer``; return the old value."""
         since = self.trace_begin()
         old = atomics.atomic_cas(
@@ -270,85 +189,49 @@ class DeviceContext:
 
     @device_function
     def atomic_xchg(
-        self,
-        pointer,
-        val,
-        to_rank,
-        mask=None,
-        sem: tl.constexpr = None,
-        scope: tl.constexpr = SYSTEM,
-        hint: tl.constexpr = None,
-    ):
+        self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None,
+        scope: tl.constexpr = SYSTEM, hint: tl.constexpr = None,
+    ):  # fmt: skip
         """Put ``val`` in place of what ``to_rank`` has at ``pointer``; return the old value."""
         return self._atomic(atomics.atomic_xchg, pointer, val, to_rank, mask, sem, scope, hint)
 
     @device_function
     def atomic_and(
-        self,
-        pointer,
-        val,
-        to_rank,
-        mask=None,
-        sem: tl.constexpr = None,
-        scope: tl.constexpr = SYSTEM,
-        hint: tl.constexpr = None,
-    ):
+        self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None,
+        scope: tl.constexpr = SYSTEM, hint: tl.constexpr = None,
+    ):  # fmt: skip
         """Bitwise and of ``val`` into what ``to_rank`` has at ``pointer``; return the old value."""
         return self._atomic(atomics.atomic_and, pointer, val, to_rank, mask, sem, scope, hint)
 
     @device_function
     def atomic_or(
-        self,
-        pointer,
-        val,
-        to_rank,
-        mask=None,
-        sem: tl.constexpr = None,
-        scope: tl.constexpr = SYSTEM,
-        hint: tl.constexpr = None,
-    ):
+        self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None,
+        scope: tl.constexpr = SYSTEM, hint: tl.constexpr = None,
+    ):  # fmt: skip
         """Bitwise or of ``val`` into what ``to_rank`` has at ``pointer``; return the old value."""
         return self._atomic(atomics.atomic_or, pointer, val, to_rank, mask, sem, scope, hint)
 
     @device_function
     def atomic_xor(
-        self,
-        pointer,
-        val,
-        to_rank,
-        mask=None,
-        sem: tl.constexpr = None,
-        scope: tl.constexpr = SYSTEM,
-        hint: tl.constexpr = None,
-    ):
+        self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None,
+        scope: tl.constexpr = SYSTEM, hint: tl.constexpr = None,
+    ):  # fmt: skip
         """Bitwise xor of ``val`` into what ``to_rank`` has at ``pointer``; return the old value."""
         return self._atomic(atomics.atomic_xor, pointer, val, to_rank, mask, sem, scope, hint)
 
     @device_function
     def atomic_min(
-        self,
-        pointer,
-        val,
-        to_rank,
-        mask=None,
-        sem: tl.constexpr = None,
-        scope: tl.constexpr = SYSTEM,
-        hint: tl.constexpr = None,
-    ):
+        self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None,
+        scope: tl.constexpr = SYSTEM, hint: tl.constexpr = None,
+    ):  # fmt: skip
         """Lower what ``to_rank`` has at ``pointer`` to ``val``; return the old value."""
         return self._atomic(atomics.atomic_min, pointer, val, to_rank, mask, sem, scope, hint)
 
     @device_function
     def atomic_max(
-        self,
-        pointer,
-        val,
-        to_rank,
-        mask=None,
-        sem: tl.constexpr = None,
-        scope: tl.constexpr = SYSTEM,
-        hint: tl.constexpr = None,
-    ):
+        self, pointer, val, to_rank, mask=None, sem: tl.constexpr = None,
+        scope: tl.constexpr = SYSTEM, hint: tl.constexpr = None,
+    ):  # fmt: skip
         """Raise what ``to_rank`` has at ``pointer`` to ``val``; return the old value."""
         return self._atomic(atomics.atomic_max, pointer, val, to_rank, mask, sem, scope, hint)
 

@@ -53,16 +53,9 @@ def _moved(ptr, here, there, hint: tl.constexpr):
 
 @device_function
 def load(
-    pointer,
-    to_rank,
-    from_rank,
-    heap_bases,
-    mask=None,
-    other=None,
-    cache_modifier: tl.constexpr = None,
-    volatile: tl.constexpr = False,
-    hint: tl.constexpr = None,
-):
+    pointer, to_rank, from_rank, heap_bases, mask=None, other=None,
+    cache_modifier: tl.constexpr = None, volatile: tl.constexpr = False, hint: tl.constexpr = None,
+):  # fmt: skip
     """Return what ``from_rank`` has at ``pointer``. ``to_rank`` is the calling rank."""
     source = translate(pointer, heap_bases, to_rank, from_rank, hint)
     return tl.load(source, mask=mask, other=other, cache_modifier=cache_modifier, volatile=volatile)
@@ -70,15 +63,9 @@ def load(
 
 @device_function
 def store(
-    pointer,
-    value,
-    from_rank,
-    to_rank,
-    heap_bases,
-    mask=None,
-    cache_modifier: tl.constexpr = None,
+    pointer, value, from_rank, to_rank, heap_bases, mask=None, cache_modifier: tl.constexpr = None,
     hint: tl.constexpr = None,
-):
+):  # fmt: skip
     """Store ``value`` at ``pointer`` on ``to_rank``. ``from_rank`` is the calling rank."""
     target = translate(pointer, heap_bases, from_rank, to_rank, hint)
     tl.store(target, value, mask=mask, cache_modifier=cache_modifier)
@@ -86,19 +73,10 @@ def store(
 
 @device_function
 def put(
-    from_ptr,
-    to_ptr,
-    from_rank,
-    to_rank,
-    heap_bases,
-    mask=None,
-    other=None,
-    load_cache_modifier: tl.constexpr = None,
-    store_cache_modifier: tl.constexpr = None,
-    hint: tl.constexpr = None,
-    copy_engine_ctx=None,
-    use_copy_engine: tl.constexpr = False,
-):
+    from_ptr, to_ptr, from_rank, to_rank, heap_bases, mask=None, other=None,
+    load_cache_modifier: tl.constexpr = None, store_cache_modifier: tl.constexpr = None,
+    hint: tl.constexpr = None, copy_engine_ctx=None, use_copy_engine: tl.constexpr = False,
+):  # fmt: skip
     """Copy from ``from_ptr`` here to ``to_ptr`` on ``to_rank``. ``from_rank`` is the caller.
 
     With ``use_copy_engine`` it only asks for the copy, of what ``from_ptr`` points to until
@@ -116,17 +94,10 @@ def put(
 
 @device_function
 def get(
-    from_ptr,
-    to_ptr,
-    from_rank,
-    to_rank,
-    heap_bases,
-    mask=None,
-    other=None,
-    load_cache_modifier: tl.constexpr = None,
-    store_cache_modifier: tl.constexpr = None,
+    from_ptr, to_ptr, from_rank, to_rank, heap_bases, mask=None, other=None,
+    load_cache_modifier: tl.constexpr = None, store_cache_modifier: tl.constexpr = None,
     hint: tl.constexpr = None,
-):
+):  # fmt: skip
     """Copy from ``from_ptr`` on the peer to ``to_ptr`` here.
 
     One of ``from_rank`` and ``to_rank`` is the calling rank and the other the peer, in either order
@@ -159,18 +130,10 @@ def _caller_first(ptr, mask, rank_a, rank_b, bases):
 
 @device_function
 def copy(
-    src_ptr,
-    dst_ptr,
-    from_rank,
-    to_rank,
-    cur_rank,
-    heap_bases,
-    mask=None,
-    other=None,
-    load_cache_modifier: tl.constexpr = None,
-    store_cache_modifier: tl.constexpr = None,
+    src_ptr, dst_ptr, from_rank, to_rank, cur_rank, heap_bases, mask=None, other=None,
+    load_cache_modifier: tl.constexpr = None, store_cache_modifier: tl.constexpr = None,
     hint: tl.constexpr = None,
-):
+):  # fmt: skip
     """Copy from ``src_ptr`` on ``from_rank`` to ``dst_ptr`` on ``to_rank``.
 
     Both pointers are those of ``cur_rank``, which calls.
