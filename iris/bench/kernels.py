@@ -46,15 +46,8 @@ def gemm_kernel(
     epoch, number = enter(state)
     left = (a, M, a_row, a_k, 0)
     right = (b, N, b_row, b_k)
-    plan = (
-        heads,
-        table,
-        scratch,
-        counts,
-        epoch,
-        team(state),
-        (None, 0, None),
-    )  # nobody to wait for
+    nobody = (None, 0, None)  # to wait for
+    plan = (heads, table, scratch, counts, epoch, team(state), nobody)
     env = (M, N, (out, out_row, out_column))
     run_segments(left, right, right, K, plan, number, nothing, _emit, nothing, env, epilogue, T)
     leave(state, epoch)

@@ -8,7 +8,6 @@ which has nobody to wait for: ranks compile it for different models at once, and
 """
 
 import gc
-import random
 import time
 import warnings
 from argparse import Namespace
@@ -24,7 +23,7 @@ from torch import Tensor
 import iris
 from iris.bench.decoder import SHAPES, Decoder, Inputs, Place, Shape, nbytes, program
 from iris.bench.peers import symmetric
-from iris.bench.timing import Row, Time, agreed, capture, paced
+from iris.bench.timing import Row, Time, agreed, capture, every, paced, shuffled
 from iris.bench.torch_decoder import Peer, is_close, ways
 from iris.lower.memory import memory_of
 
@@ -164,7 +163,7 @@ class Ready:
         for library in ("cublas", "cublaslt"):
             prefer(library)
             step = make()
-            ready = cls(step, agree(is_close(step()[0], want)))
+            ready = cls(step, all(every(is_close(step()[0], want))))
             if ready.right:
                 break
             warnings.warn(f"{name} is wrong by {library}", stacklevel=2)
@@ -176,9 +175,8 @@ def timed(
     table: str, label: dict[str, Any], ready: dict[str, Ready], align: Callable[[], object]
 ) -> Iterator[Row]:
     """The times of contestants in shuffled turns."""
-    names = list(ready)
-    random.Random(label["M"]).shuffle(names)
-    for name, spent in paced({n: ready[n].step for n in names}, align).items():
+    steps = {name: one.step for name, one in shuffled(ready, label["M"]).items()}
+    for name, spent in paced(steps, align).items():
         yield Row(table, label, name, spent, ready[name].right)
 
 
@@ -279,10 +277,3 @@ def _alone(point: Point, step: Step, seconds: float) -> list[Row]:
         Row(f"time to first {point.kind}", point.label, REFERENCE, first),
         Row(f"{point.kind} step", point.label, REFERENCE, spent),
     ]
-
-
-def agree(answer: bool) -> bool:
-    """Whether every rank says yes. Collective."""
-    answers = [answer] * dist.get_world_size()
-    dist.all_gather_object(answers, answer)
-    return all(answers)

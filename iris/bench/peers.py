@@ -11,6 +11,7 @@ import torch.distributed._symmetric_memory as symm
 from torch import Tensor
 
 from iris.bench.timing import Call
+from iris.graph.types import chunk_sizes
 from iris.lower.kernels.host import rows_of, shard_rows
 
 OPS: Any = torch.ops.symm_mem
@@ -41,22 +42,29 @@ def symmetric(*shape: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor,
     return memory[:nbytes].view(dtype).view(shape), handle
 
 
+def library(copies: Copies, out: Tensor) -> Call:
+    """Products of data already there, by the vendor's library; those of fp8 go to a new tensor."""
+    if copies[0][0].dtype.itemsize > 1:
+        return lambda i: torch.matmul(*copies[i % len(copies)], out=out)
+    one = torch.ones((), device="cuda")
+
+    def scaled(i: int) -> Tensor:
+        x, w = copies[i % len(copies)]
+        return torch._scaled_mm(x, w, one, one, out_dtype=torch.bfloat16)
+
+    return scaled
+
+
 def gather_peers(copies: Copies, ready: Copies) -> dict[str, Call]:
     """Contestants for ``all_gather(x) @ w``; ``copies`` are (x, w), ``ready`` (gathered x, w)."""
-    world, (full, w) = dist.get_world_size(), ready[0]
-    shard = shard_rows(full.shape[0], world)
-    sizes = [rows_of(full.shape[0], world, r) for r in range(world)]
-    shared, handle = symmetric(shard, full.shape[1], dtype=full.dtype)
+    (full, w), sizes = ready[0], chunk_sizes(ready[0][0].shape[0], dist.get_world_size())
+    shared, handle = symmetric(sizes[0], full.shape[1], dtype=full.dtype)
     parts = [
         handle.get_buffer(r, (size, full.shape[1]), full.dtype) for r, size in enumerate(sizes)
     ]
     gathered = torch.empty_like(full)
     slices = gathered.split(sizes)
     out = torch.empty(full.shape[0], w.shape[1], device="cuda", dtype=full.dtype)
-
-    def gemm(i: int) -> Tensor:
-        x, w = ready[i % len(ready)]
-        return torch.matmul(x, w, out=out)
 
     def unfused(i: int) -> Tensor:
         x, w = copies[i % len(copies)]
@@ -78,7 +86,8 @@ def gather_peers(copies: Copies, ready: Copies) -> dict[str, Call]:
         return torch.matmul(WAIT(gathered), w, out=out)
 
     even: dict[str, Call] = {"torch fused": fused, "low contention": low_contention}
-    return {"gemm": gemm, "unfused": unfused} | (even if len(set(sizes)) == 1 else {})
+    calls: dict[str, Call] = {"gemm": library(ready, out), "unfused": unfused}
+    return calls | (even if len(set(sizes)) == 1 else {})
 
 
 def scatter_peers(copies: Copies) -> dict[str, Call]:
@@ -91,9 +100,6 @@ def scatter_peers(copies: Copies) -> dict[str, Call]:
     parts = [handle.get_buffer(r, (m, N), x.dtype, first) for r in range(world)]
     out = torch.empty(m, N, device="cuda", dtype=x.dtype)
     plain = torch.empty(M, N, device="cuda", dtype=x.dtype)
-
-    def gemm(i: int) -> Tensor:
-        return torch.matmul(*copies[i % len(copies)], out=plain)
 
     def unfused(i: int) -> Tensor:
         torch.matmul(*copies[i % len(copies)], out=shared)
@@ -113,7 +119,8 @@ def scatter_peers(copies: Copies) -> dict[str, Call]:
         return result
 
     even: dict[str, Call] = {"torch fused": fused, "low contention": low_contention}
-    return {"gemm": gemm, "unfused": unfused} | (even if M % world == 0 else {})
+    calls: dict[str, Call] = {"gemm": library(copies, plain), "unfused": unfused}
+    return calls | (even if M % world == 0 else {})
 
 
 def reduce_peers(copies: Copies) -> dict[str, Call]:
@@ -122,9 +129,6 @@ def reduce_peers(copies: Copies) -> dict[str, Call]:
     M, N = x.shape[0], w.shape[1]
     shared, _ = symmetric(M, N, dtype=x.dtype)
     plain = torch.empty(M, N, device="cuda", dtype=x.dtype)
-
-    def gemm(i: int) -> Tensor:
-        return torch.matmul(*copies[i % len(copies)], out=plain)
 
     def one_shot(i: int) -> Tensor:
         torch.matmul(*copies[i % len(copies)], out=shared)
@@ -136,4 +140,5 @@ def reduce_peers(copies: Copies) -> dict[str, Call]:
         total: Tensor = OPS.two_shot_all_reduce_(shared.view(-1), "sum", group_name())
         return total.view(M, N)
 
+    gemm = library(copies, plain)
     return {"gemm": gemm, "torch one-shot": one_shot, "torch two-shot": two_shot}

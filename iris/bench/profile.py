@@ -11,6 +11,7 @@ from torch import Tensor
 
 import iris
 from iris.bench.kernels import nothing_kernel, store_kernel
+from iris.bench.peers import library
 from iris.bench.stages import is_right, random_tensor
 from iris.bench.timing import Call, Row, Time, time_graphs
 from iris.lower.cost import Profile, profile_of, wave
@@ -127,12 +128,8 @@ def _product(size: tuple[int, ...], kind: torch.dtype) -> tuple[Call, Tensor]:
     """A product by the vendor's library, and its right result."""
     x = random_tensor(size[0], size[1], seed=1).to(kind)
     w = random_tensor(size[2], size[1], seed=2).to(kind).T
-    want = x.float() @ w.float()
-    if kind.itemsize > 1:
-        out = torch.empty(size[0], size[2], device=x.device, dtype=kind)
-        return lambda _: torch.matmul(x, w, out=out), want
-    one = torch.ones((), device=x.device)
-    return lambda _: torch._scaled_mm(x, w, one, one, out_dtype=torch.bfloat16), want
+    out = torch.empty(size[0], size[2], device=x.device, dtype=kind)
+    return library([(x, w)], out), x.float() @ w.float()
 
 
 def _movers(ctx: Iris) -> dict[str, Call]:

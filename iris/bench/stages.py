@@ -3,7 +3,6 @@
 Of ours every candidate of the planner is measured, and the one that it would take is marked.
 """
 
-import random
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,20 +14,15 @@ from torch import Tensor
 
 import iris
 from iris import P
-from iris.bench.peers import (
-    gather_peers,
-    reduce_peers,
-    scatter_peers,
-    symmetric,
-)
-from iris.bench.timing import Call, Row, rotated, time_graphs
+from iris.bench.decoder import SHAPES
+from iris.bench.peers import gather_peers, reduce_peers, scatter_peers, symmetric
+from iris.bench.timing import Call, Row, every, rotated, shuffled, time_graphs
+from iris.graph.types import chunk_sizes
 from iris.lower.kernels import collectives
 from iris.lower.kernels.all_gather_matmul import AllGatherMatmul
-from iris.lower.kernels.host import rows_of, shard_rows
 from iris.lower.kernels.matmul_all_reduce import MatmulAllReduce
 from iris.lower.kernels.matmul_reduce_scatter import MatmulReduceScatter
 
-MODELS = {"8B": (4096, 14336), "70B": (8192, 28672), "32B": (5120, 25600)}
 TOLERANCE = 1e-2  # relative, in the 2-norm: bf16 operands
 
 
@@ -51,17 +45,21 @@ def random_tensor(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator)
 
 
-def _sizes(M: int) -> list[int]:
-    """Rows of every rank."""
-    world = dist.get_world_size()
-    return [rows_of(M, world, r) for r in range(world)]
+def _ours(stage: Any, copies: Sequence[Any], out: Any) -> Call:
+    """A stage, loaded, that writes to ``out``: a tensor, or a list of one."""
+    stage.warm(*copies[0], out=out)
+
+    def call(i: int) -> Tensor:
+        stage(*copies[i % len(copies)], out=out)
+        return out[0] if isinstance(out, list) else out  # type: ignore[no-any-return]
+
+    return call
 
 
 def _gather(M: int, hidden: int, inner: int) -> Problem:
     ctx, rank, world = iris.current(), dist.get_rank(), dist.get_world_size()
-    full = random_tensor(M, hidden, seed=1)
-    first = min(M, rank * shard_rows(M, world))
-    x = full[first:][: rows_of(M, world, rank)].contiguous()
+    full, sizes = random_tensor(M, hidden, seed=1), chunk_sizes(M, world)
+    x = full.split(sizes)[rank].contiguous()
     copies = rotated(x, random_tensor(inner // world, hidden, seed=99 + rank))
     copies = [(x, w.T) for x, w in copies]
     w = copies[0][1]
@@ -71,15 +69,8 @@ def _gather(M: int, hidden: int, inner: int) -> Problem:
         stage = AllGatherMatmul.create(
             ctx, ctx.world, M=M, K=hidden, columns=[w.shape[1]], dtype=x.dtype, engine=way != "iris"
         )
-        stage.warm(x, [w], out=[out])
-
-        def ours(i: int, stage: Any = stage) -> Tensor:
-            x, w = copies[i % len(copies)]
-            stage(x, [w], out=[out])
-            return out
-
-        calls[way] = ours
-    gather = collectives.all_gather(ctx, ctx.world, x.shape, _sizes(M), 0, x.dtype)
+        calls[way] = _ours(stage, [(x, [w]) for x, w in copies], [out])
+    gather = collectives.all_gather(ctx, ctx.world, x.shape, sizes, 0, x.dtype)
     gathered = torch.empty_like(full)
     gather.warm(x, out=gathered)
 
@@ -106,63 +97,45 @@ def _partial(M: int, hidden: int, inner: int) -> tuple[list[tuple[Tensor, Tensor
     return [(x, w.T) for x, w in rotated(*mine)], part, total
 
 
-def _scatter(M: int, hidden: int, inner: int) -> Problem:
-    ctx, rank, world = iris.current(), dist.get_rank(), dist.get_world_size()
-    copies, part, total = _partial(M, hidden, inner)
-    x, w = copies[0]
-    m, K = rows_of(M, world, rank), x.shape[1]
-    stage = MatmulReduceScatter.create(ctx, ctx.world, M=M, N=hidden, K=K, dtype=x.dtype)
-    out = torch.empty(m, hidden, device="cuda", dtype=x.dtype)
+def _unfused(copies: Sequence[Sequence[Tensor]], combine: Any, out: Tensor) -> Call:
+    """cuBLAS, then a collective of ours."""
+    product = torch.empty(len(copies[0][0]), out.shape[1], device="cuda", dtype=out.dtype)
+    combine.warm(product, out=out)
 
-    def ours(i: int) -> Tensor:
-        stage(*copies[i % len(copies)], out=out)
-        return out
-
-    stage.warm(x, w, out=out)
-    product = torch.empty(M, hidden, device="cuda", dtype=x.dtype)
-    scatter = collectives.reduce_scatter(
-        ctx, ctx.world, product.shape, _sizes(M), 0, "sum", x.dtype
-    )
-    scatter.warm(product, out=out)
-
-    def unfused(i: int) -> Tensor:
+    def call(i: int) -> Tensor:
         torch.matmul(*copies[i % len(copies)], out=product)
-        scatter(product, out=out)
+        combine(product, out=out)
         return out
 
-    calls = scatter_peers(copies) | {"iris": ours, "iris unfused": unfused}
-    mine = total[min(M, rank * shard_rows(M, world)) :][:m]
-    return Problem((M, K, hidden), copies[0], part, mine, calls)
+    return call
+
+
+def _scatter(M: int, hidden: int, inner: int) -> Problem:
+    ctx, rank = iris.current(), dist.get_rank()
+    copies, part, total = _partial(M, hidden, inner)
+    (_, K), dtype = copies[0][0].shape, copies[0][0].dtype
+    sizes = chunk_sizes(M, ctx.num_ranks)
+    out = torch.empty(sizes[rank], hidden, device="cuda", dtype=dtype)
+    stage = MatmulReduceScatter.create(ctx, ctx.world, M=M, N=hidden, K=K, dtype=dtype)
+    scatter = collectives.reduce_scatter(ctx, ctx.world, (M, hidden), sizes, 0, "sum", dtype)
+    calls = scatter_peers(copies)
+    calls |= {"iris": _ours(stage, copies, out), "iris unfused": _unfused(copies, scatter, out)}
+    return Problem((M, K, hidden), copies[0], part, total.split(sizes)[rank], calls)
 
 
 def _reduce(M: int, hidden: int, inner: int) -> Problem:
     ctx = iris.current()
     copies, part, total = _partial(M, hidden, inner)
-    x, w = copies[0]
-    calls = reduce_peers(copies)
-    out = torch.empty(M, hidden, device="cuda", dtype=x.dtype)
-    product = torch.empty_like(out)
-    plain = collectives.all_reduce(ctx, ctx.world, out.shape, "sum", out.dtype)
-    plain.warm(product, out=out)
-
-    def unfused(i: int) -> Tensor:
-        torch.matmul(*copies[i % len(copies)], out=product)
-        plain(product, out=out)
-        return out
-
-    calls["iris unfused"] = unfused
+    (_, K), dtype = copies[0][0].shape, copies[0][0].dtype
+    out = torch.empty(M, hidden, device="cuda", dtype=dtype)
+    plain = collectives.all_reduce(ctx, ctx.world, out.shape, "sum", dtype)
+    calls = reduce_peers(copies) | {"iris unfused": _unfused(copies, plain, out)}
     for way in ("one-shot", "two-shot"):
         stage = MatmulAllReduce.create(
-            ctx, ctx.world, M=M, N=hidden, K=x.shape[1], dtype=x.dtype, one_shot=way == "one-shot"
+            ctx, ctx.world, M=M, N=hidden, K=K, dtype=dtype, one_shot=way == "one-shot"
         )
-        stage.warm(x, w, out=out)
-
-        def fused(i: int, stage: Any = stage) -> Tensor:
-            stage(*copies[i % len(copies)], out=out)
-            return out
-
-        calls[f"iris {way}"] = fused
-    return Problem((M, x.shape[1], hidden), copies[0], part, total, calls)
+        calls[f"iris {way}"] = _ours(stage, copies, out)
+    return Problem((M, K, hidden), copies[0], part, total, calls)
 
 
 STAGES: dict[str, Callable[[int, int, int], Problem]] = {
@@ -197,10 +170,7 @@ def is_right(call: Call, want: Tensor) -> bool:
         call(i)
     result = call(2)
     torch.cuda.synchronize()
-    right = bool((result.float() - want).norm() <= TOLERANCE * want.norm())
-    answers = [right] * dist.get_world_size()
-    dist.all_gather_object(answers, right)
-    return all(answers)
+    return all(every(bool((result.float() - want).norm() <= TOLERANCE * want.norm())))
 
 
 def measure(args: Namespace) -> Iterator[Row]:
@@ -209,12 +179,10 @@ def measure(args: Namespace) -> Iterator[Row]:
     for stage in args.stages:
         for model in args.models:
             for M in args.rows:
-                problem = STAGES[stage](M, *MODELS[model])
+                problem = STAGES[stage](M, SHAPES[model].hidden, SHAPES[model].inner)
                 torch.cuda.synchronize()
                 dist.barrier()  # kernels are loaded on all ranks
-                names = list(problem.calls)
-                random.Random(M).shuffle(names)
-                calls = {name: problem.calls[name] for name in names}
+                calls = shuffled(problem.calls, M)
                 right = {
                     name: is_right(call, problem.plain if name == "gemm" else problem.want)
                     for name, call in calls.items()

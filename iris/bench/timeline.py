@@ -17,20 +17,20 @@ from rich.table import Table
 from torch import Tensor
 
 import iris
+from iris.bench.decoder import SHAPES
 from iris.bench.mps import private_daemon, share_of
+from iris.bench.timing import Call, rotated, time_graphs
 from iris.errors import UnsupportedError
 from iris.runtime.timeline import Timeline
 
-MODELS = {"8B": (4096, 14336), "70B": (8192, 28672), "32B": (5120, 25600), "tiny": (64, 256)}
+MODELS = {name: (shape.hidden, shape.inner) for name, shape in SHAPES.items()} | {"tiny": (64, 256)}
 STAGES = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_gather")
 KINDS = ("push", "wait", "tile", "emit", "sum", "collect")
 LAUNCHES = 2
-Call = Callable[[int], Any]
 
 
 def _calls(ctx: iris.Iris, name: str, M: int, hidden: int, inner: int) -> tuple[Any, Call, Call]:
     """A stage's ``warm``, launch number i of it, and of the product alone; random operands."""
-    from iris.bench.timing import rotated
     from iris.lower.kernels.all_gather_matmul import AllGatherMatmul
     from iris.lower.kernels.host import rows_of
     from iris.lower.kernels.matmul_all_gather import MatmulAllGather
@@ -117,8 +117,6 @@ def measure(name: str, size: tuple[int, int, int]) -> Timeline:
 
 def _times(ctx: iris.Iris, calls: dict[str, Call]) -> dict[str, float]:
     """Median microseconds of a call on the slowest rank, inside CUDA graphs."""
-    from iris.bench.timing import time_graphs
-
     return {name: time.median for name, time in time_graphs(calls, ctx.device_barrier).items()}
 
 

@@ -1,14 +1,17 @@
 """Times of work captured in CUDA graphs, the slowest rank counted."""
 
 import math
+import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 SPAN = 5e3  # microseconds that the calls in one graph last, about
 MOST_CALLS = 200
@@ -40,6 +43,19 @@ class Row:
     right: bool = True
     unit: str = "µs"
     chosen: bool = False
+
+
+def every(value: T) -> list[T]:
+    """Every rank's value. Collective."""
+    found = [value] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def shuffled(contestants: Mapping[str, T], seed: int) -> dict[str, T]:
+    """In an order that favours none, and that ranks agree on."""
+    names = random.Random(seed).sample(list(contestants), len(contestants))
+    return {name: contestants[name] for name in names}
 
 
 def rotated(*operands: Tensor) -> list[Sequence[Tensor]]:
@@ -75,19 +91,15 @@ def time_graphs(contestants: Mapping[str, Call], align: Callable[[], object]) ->
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
     for name, call in contestants.items():
         graph = capture(call, 4)
-        first = _slowest(statistics.median(_replay(graph, align) for _ in range(3)) / 4)
+        once = statistics.median(_timed(graph.replay, align) for _ in range(3)) / 4
+        first = max(every(once))
         calls = max(4, min(MOST_CALLS, int(SPAN / first)))
         graphs[name] = (graph if calls == 4 else capture(call, calls), calls)
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(REPLAYS):
         for name, (graph, calls) in graphs.items():
-            times[name].append(_replay(graph, align) / calls)
+            times[name].append(_timed(graph.replay, align) / calls)
     return {name: agreed(values) for name, values in times.items()}
-
-
-def _replay(graph: torch.cuda.CUDAGraph, align: Callable[[], object]) -> float:
-    """Microseconds of one replay on this rank."""
-    return _timed(graph.replay, align)
 
 
 def _timed(launch: Callable[[], object], align: Callable[[], object]) -> float:
@@ -108,7 +120,7 @@ def paced(
     """Time contestants that launch themselves, such as programs, in turns. Collective."""
     counts = {}
     for name, call in contestants.items():
-        once = _slowest(statistics.median(_run(call, 2, align) for _ in range(3)))
+        once = max(every(statistics.median(_run(call, 2, align) for _ in range(3))))
         counts[name] = max(2, min(MOST_CALLS, int(2 * SPAN / once)))
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(REPLAYS):
@@ -131,12 +143,4 @@ def agreed(values: list[float]) -> Time:
     """The figures of the rank with the largest median. Collective."""
     deciles = statistics.quantiles(values, n=10)
     mine = Time(statistics.median(values), deciles[0], deciles[-1])
-    every = [mine] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    return max(every, key=lambda time: time.median)
-
-
-def _slowest(value: float) -> float:
-    every = [value] * dist.get_world_size()
-    dist.all_gather_object(every, value)
-    return max(every)
+    return max(every(mine), key=lambda time: time.median)
