@@ -9,14 +9,18 @@ from types import FrameType
 import torch
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
+_AS_A_USER = (_PACKAGE + "demo/", _PACKAGE + "hf/")  # written as a user would
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _LIBRARY = sysconfig.get_path("stdlib") + "/"
+_NO_FILES = ("<string>", "<eval_with_key>", "<frozen ", "<iris ")
 
 
 @cache
 def is_users(path: str) -> bool:
     """Whether code of this file is the user's: not iris, torch, triton or Python's library."""
-    if path.startswith(("<", _PACKAGE, _TORCH)) or "/triton/" in path:
+    if path.startswith(_AS_A_USER):
+        return True
+    if path.startswith((*_NO_FILES, _PACKAGE, _TORCH)) or "/triton/" in path:
         return False
     return not path.startswith(_LIBRARY) or "-packages/" in path
 

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import index
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -321,12 +320,7 @@ class Iris(Creation, CopyEngine, Recovery, RankLogging):
     def __enter__(self) -> "Iris":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
         else:

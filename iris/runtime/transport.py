@@ -63,7 +63,7 @@ def _reduce_tensor(tensor: Tensor) -> tuple[Any, ...]:
     """Take along as integers what torch pickles but does not read again: fp8, uint16 and such."""
     if tensor.dtype not in torch.storage._new_dtypes():
         return cast(tuple[Any, ...], tensor.__reduce_ex__(2))
-    bits = tensor.detach().view(_BITS[tensor.itemsize])
+    bits = tensor.detach().view(BITS[tensor.itemsize])
     return _build_tensor, (bits, tensor.dtype, tensor.requires_grad)
 
 
@@ -71,7 +71,7 @@ def _build_tensor(bits: Tensor, dtype: torch.dtype, requires_grad: bool) -> Tens
     return bits.view(dtype).requires_grad_(requires_grad)
 
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]

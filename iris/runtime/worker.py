@@ -106,21 +106,21 @@ def _answer(task: bytes) -> Result | Failure:
         # A local mesh describes its failures itself, by the frames that are its user's.
         return answer if isinstance(answer, Failure) else Result(dumps(answer))
     except BaseException as error:
-        return _failure(error)
+        trace = error.__traceback__.tb_next if error.__traceback__ else None  # without this module
+        return failed(error, "".join(traceback.format_exception(type(error), error, trace)))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
 
 
-def _failure(error: BaseException) -> Failure:
-    """Tell the peers, and describe the error for the launcher."""
+def failed(error: BaseException, text: str, stopped: bool = False) -> Failure:
+    """Tell the peers, and describe the error for the launcher; ``text`` says where it was."""
     headline = context.describe(error)
     found = context.current_or_none()
     if found is not None:
         found.fail(headline)
-    trace = error.__traceback__.tb_next if error.__traceback__ else None  # without this module
-    text = "".join(traceback.format_exception(type(error), error, trace))
-    return Failure(headline, text, isinstance(error, PeerError), True, _pickled(error))
+    by_peer = stopped or isinstance(error, PeerError)
+    return Failure(headline, text, by_peer, True, _pickled(error), stopped)
 
 
 def _pickled(error: BaseException) -> bytes | None:

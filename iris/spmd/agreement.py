@@ -8,6 +8,7 @@ from typing import TypeVar
 from iris.errors import CollectiveMismatchError, SpecError, TraceError
 from iris.graph.nodes import Graph, Node, Ref
 from iris.graph.ops import get_op
+from iris.graph.ops.groups import coordinates
 from iris.graph.ops.rules import axes_of
 from iris.graph.types import TensorType
 from iris.runtime.context import current
@@ -122,8 +123,7 @@ def resolve_types(
     name: str, leaves: Sequence[Leaf], mesh: ProgramMesh, shapes: Sequence[Sequence[Shape]]
 ) -> list[TensorType]:
     """Global types from all ranks' local shapes. SpecError lists every shard that misfits."""
-    places = list(itertools.product(*(range(n) for _, n in mesh.shape.axes)))
-    coords = [dict(zip(mesh.shape.names, place, strict=True)) for place in places]
+    coords = coordinates(mesh.shape)
     types, wrong = [], []
     for index, leaf in enumerate(leaves):
         held = [shape[index] for shape in shapes]

@@ -24,13 +24,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from iris.errors import ConfigError, UnsupportedError
 from iris.graph.types import Mesh
+from iris.runtime.callsite import is_users
 from iris.runtime.context import current
 from iris.spmd.buckets import padding_of
 from iris.spmd.context import tracing
 from iris.spmd.decorator import SpmdFunction
 from iris.spmd.mesh import ProgramMesh
 from iris.spmd.options import Options
-from iris.spmd.recording import is_users
 
 OPTIONS = ("mesh", "lowering", "fuse", "replay")
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')

@@ -9,10 +9,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from iris.errors import SpecError
+from iris.graph.ops.rules import axes_of
 from iris.ops import functional as eager
 from iris.runtime.context import current
 from iris.runtime.groups import Group
-from iris.spmd.context import Axis, TraceContext, axis_names, tracing
+from iris.spmd.context import Axis, TraceContext, tracing
 from iris.spmd.mesh import ProgramMesh
 
 GroupLike = ProcessGroup | Sequence[int]
@@ -305,7 +306,7 @@ def _group(axis: Axis | None, group: GroupLike | None, mesh: DeviceMesh | None) 
         return ctx.world
     place = ProgramMesh.of(mesh)
     trace = TraceContext("eager call", place)
-    return ctx.group(place.members(trace.bind(axis_names(axis))[1]))
+    return ctx.group(place.members(trace.bind(axes_of(axis))[1]))
 
 
 def _dim(x: Tensor, dim: int, name: str) -> int:

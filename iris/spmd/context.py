@@ -1,6 +1,6 @@
 """What is traced right now: the program's name and mesh, and sizes along its axes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -9,14 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from iris.errors import SpecError
-from iris.graph.types import TensorType, chunk_sizes
+from iris.graph.ops.rules import axes_of, shard_sizes
+from iris.graph.types import TensorType
 from iris.spmd.mesh import ProgramMesh
 
 Axis = str | tuple[str, ...]
-
-
-def axis_names(axis: Axis) -> tuple[str, ...]:
-    return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
 @dataclass
@@ -29,13 +26,12 @@ class TraceContext:
     calls: list[Any] = field(default_factory=list)  # nested functions traced so far, by number
     signatures: dict[object, Any] = field(default_factory=dict)
     recorder: Any = None  # of what runs
-    type_of: Callable[[Tensor], TensorType] | None = (
-        None  # of a traced tensor, where shards are uneven
-    )
+    # Of a traced tensor, where shards are uneven.
+    type_of: Callable[[Tensor], TensorType] | None = None
 
     def bind(self, axis: Axis) -> tuple[ProgramMesh, tuple[str, ...]]:
         """The mesh and the axes that ``axis`` names in it. SpecError for an unknown axis."""
-        names = axis_names(axis)
+        names = axes_of(axis)
         if self.mesh is None and len(names) == 1:
             self.mesh = ProgramMesh.world(names[0])
         known = self.mesh.shape.names if self.mesh else ()
@@ -69,10 +65,7 @@ class TraceContext:
     def scattered_sizes(self, axes: tuple[str, ...], size: int) -> tuple[int, ...]:
         """Rows that each member of ``axes`` keeps of ``size``."""
         assert self.mesh is not None
-        parts: Sequence[int] = (size,)
-        for axis in axes:
-            parts = [n for part in parts for n in chunk_sizes(part, self.mesh.shape.size(axis))]
-        return tuple(parts)
+        return shard_sizes(size, self.mesh.shape, axes)
 
     def member(self, axes: tuple[str, ...]) -> int:
         """This rank's place among the members of ``axes``."""

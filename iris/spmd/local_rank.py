@@ -16,15 +16,15 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from iris.errors import IrisError, PeerError, UnsupportedError
+from iris.errors import IrisError, UnsupportedError
 from iris.graph.types import Mesh, TensorType, chunk_sizes
 from iris.runtime import context
 from iris.runtime.callsite import is_users
 from iris.runtime.segments import Address
 from iris.runtime.shared import SharedMemory
 from iris.runtime.timeline import Timeline
-from iris.runtime.transport import dumps
-from iris.runtime.worker import Failure
+from iris.runtime.transport import BITS, dumps
+from iris.runtime.worker import failed
 from iris.spmd.decorator import SpmdFunction
 from iris.spmd.mesh import mesh as make_mesh
 from iris.spmd.modules import held_leaves
@@ -32,8 +32,6 @@ from iris.spmd.options import Options
 from iris.spmd.profiling import Profiler
 from iris.spmd.program import Program, prepare
 from iris.spmd.surroundings import Settings
-
-_BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -221,7 +219,7 @@ def _task(fn: Callable[..., Any]) -> Callable[..., Any]:
             host.running = True
             return fn(*args)
         except BaseException as error:
-            return _failure(error)
+            return failed(error, _frames(error), isinstance(error, KeyboardInterrupt))
         finally:
             host.running = False
 
@@ -232,16 +230,6 @@ def _interrupt(number: int, frame: object) -> None:
     """Stop a task; between two tasks there is nothing to stop."""
     if _host().running:
         raise KeyboardInterrupt
-
-
-def _failure(error: BaseException) -> Failure:
-    headline = context.describe(error)
-    found = context.current_or_none()
-    if found is not None:
-        found.fail(headline)
-    stopped = isinstance(error, KeyboardInterrupt)
-    by_peer = stopped or isinstance(error, PeerError)
-    return Failure(headline, _frames(error), by_peer, True, _pickled(error), stopped)
 
 
 def _frames(error: BaseException) -> str:
@@ -255,15 +243,6 @@ def _frames(error: BaseException) -> str:
         return text
     cause = error.__cause__
     return f"{text.rstrip()}\nraised from {context.describe(cause)}\n{_frames(cause)}"
-
-
-def _pickled(error: BaseException) -> bytes | None:
-    try:
-        data = pickle.dumps(error)
-        pickle.loads(data)
-    except Exception:
-        return None
-    return data
 
 
 @_task
@@ -479,4 +458,4 @@ def _difference(leaf: int, there: Tensor, here: Tensor) -> Difference | None:
 def _bits(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    return tensor.view(_BIT_TYPES[tensor.itemsize])
+    return tensor.view(BITS[tensor.itemsize])

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from iris.errors import SpecError
+from iris.graph.ops import group_size
 from iris.graph.types import Mesh
 from iris.runtime.context import current
 from iris.runtime.groups import Group
@@ -107,7 +108,7 @@ class ProgramMesh:
 
     def members(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Global ranks along ``axes`` (outermost first) through this rank's place."""
-        table = torch.tensor(self.ranks).reshape([n for _, n in self.shape.axes])
+        table = torch.tensor(self.ranks).reshape(self.sizes)
         place = dict(self.coord)
         found = []
         for index in itertools.product(*(range(self.shape.size(a)) for a in axes)):
@@ -117,7 +118,7 @@ class ProgramMesh:
 
     def size(self, axes: tuple[str, ...]) -> int:
         """Ranks along ``axes`` together."""
-        return math.prod(self.shape.size(a) for a in axes)
+        return group_size(self.shape, axes)
 
     def axes_over(self, ranks: tuple[int, ...]) -> tuple[str, ...]:
         """The axes along which these global ranks lie. SpecError if there are none."""

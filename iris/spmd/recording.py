@@ -2,10 +2,7 @@
 
 import functools
 import operator
-import os
-import re
 import sys
-import sysconfig
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,17 +12,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from iris.runtime.callsite import user_line
 from iris.spmd.binding import is_dtensor
 
-_LIBRARY_DIRS = (
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
-    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
-    sysconfig.get_paths()["stdlib"] + os.sep + "contextlib",
-    "<string>",
-    "<eval_with_key>",
-    "<frozen ",
-)
-_USERS_OWN = re.compile(r"iris[\\/](demo|hf)[\\/]")  # written as a user would
 _ATEN = ("aten", "prim", "prims")
 
 Metadata = tuple[Any, ...]  # dtype, shape, strides, offset, device
@@ -227,17 +216,3 @@ def fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
         meta = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
         return FakeTensor(mode, meta, tensor.device)
     return mode.from_tensor(tensor.detach(), static_shapes=True)
-
-
-def user_line(frame: types.FrameType | None) -> str:
-    """``model.py:41``, the innermost frame that is neither torch's nor ours, or nothing."""
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
-def is_users(path: str) -> bool:
-    """Whether source file ``path`` is the user's: neither torch's nor ours."""
-    return not path.startswith(_LIBRARY_DIRS) or bool(_USERS_OWN.search(path))

@@ -24,9 +24,10 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 
 from iris.errors import IrisError, TraceError
+from iris.runtime.callsite import is_users
 from iris.spmd.context import TraceContext, trace_scope
 from iris.spmd.guards import Access
-from iris.spmd.recording import DTensorFromOutside, Recorder, WriteOutside, fake, is_users
+from iris.spmd.recording import DTensorFromOutside, Recorder, WriteOutside, fake
 
 
 @dataclass(frozen=True)

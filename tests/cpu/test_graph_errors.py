@@ -6,7 +6,7 @@ import pytest
 
 from iris.errors import GraphError, TypeRuleError
 from iris.graph.nodes import Graph
-from iris.graph.ops import InferContext, Local, Output, check_output, check_outputs, infer_node
+from iris.graph.ops import InferContext, Local, Output, check_outputs, infer_node
 from iris.graph.parse import parse, parse_type
 from iris.graph.passes import canonicalise, run_passes
 from iris.graph.reference import run
@@ -231,7 +231,7 @@ def test_returned_values_are_what_out_specs_says() -> None:
         ("f32[]", ()),
     ]
     for text, spec in good:
-        check_output(parse_type(text), spec, "3")
+        check_outputs([Output(parse_type(text), spec, "3")])
 
 
 def test_returned_values_are_not_what_out_specs_says() -> None:

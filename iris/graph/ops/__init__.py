@@ -14,47 +14,28 @@ from iris.graph.ops.axis_index import AxisIndex as AxisIndex
 from iris.graph.ops.base import (
     Args,
     Attrs,
-    Effect,
-    InferContext,
-    Local,
+    Effect as Effect,
+    InferContext as InferContext,
+    Local as Local,
     Locals,
-    Op,
+    Op as Op,
     Types,
-    registry,
+    registry as registry,
 )
 from iris.graph.ops.broadcast import Broadcast
 from iris.graph.ops.indexing import INDEXING
 from iris.graph.ops.matmul import PRODUCTS
 from iris.graph.ops.norms import NORMS
 from iris.graph.ops.opaque import FACTORIES, RANDOM, Opaque
-from iris.graph.ops.outputs import Output, check_output, check_outputs
+from iris.graph.ops.outputs import Output as Output, check_outputs as check_outputs
 from iris.graph.ops.pointwise import POINTWISE
 from iris.graph.ops.ppermute import Ppermute
 from iris.graph.ops.reduce_scatter import ReduceScatter
 from iris.graph.ops.reductions import REDUCTIONS
-from iris.graph.ops.rules import axes_of, group_size, shard_sizes
-from iris.graph.ops.stages import STAGES
+from iris.graph.ops.rules import group_size as group_size, shard_sizes as shard_sizes
+from iris.graph.ops.stages import STAGES as STAGES
 from iris.graph.ops.views import VIEWS
 from iris.graph.types import Mesh
-
-__all__ = [
-    "COLLECTIVES",
-    "STAGES",
-    "Effect",
-    "InferContext",
-    "Local",
-    "Op",
-    "Output",
-    "axes_of",
-    "check_output",
-    "check_outputs",
-    "effects",
-    "get_op",
-    "group_size",
-    "infer_node",
-    "registry",
-    "shard_sizes",
-]
 
 COLLECTIVES = frozenset(
     op.name for op in (AllGather, AllReduce, AllToAll, Broadcast, Ppermute, ReduceScatter)

@@ -19,11 +19,6 @@ class Output(NamedTuple):
     loc: str = ""
 
 
-def check_output(type: TensorType, spec: Spec, name: str, loc: str = "") -> None:
-    """Error if a value of ``type`` is not what ``spec`` claims. See `check_outputs`."""
-    check_outputs([Output(type, spec, name, loc)])
-
-
 def check_outputs(outputs: Iterable[Output]) -> None:
     """Error naming every returned value whose out_spec claims what its type denies.
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
@@ -22,13 +21,13 @@ from iris.graph.ops.rules import (
 )
 from iris.graph.types import Mesh, TensorType
 
+Shape = tuple[int, ...]
+
 # Dims of an output, from the context, the operand, the call's other arguments and the output's
 # local shape.
-DimRule = Callable[[InferContext, TensorType, Sequence[Any], tuple[int, ...]], list[Dim]]
+DimRule = Callable[[InferContext, TensorType, Args, Shape], list[Dim]]
 # One rank's outputs, from its arrays, the call's other arguments and this rank's output shapes.
-Function = Callable[[np.ndarray, Sequence[Any], Sequence[tuple[int, ...]]], list[np.ndarray]]
-
-
+Function = Callable[[np.ndarray, Args, Sequence[Shape]], list[np.ndarray]]
 # Dims of an operand and the dims of the output with as many elements.
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -37,9 +36,7 @@ def dims_of(x: TensorType) -> list[Dim]:
     return [*zip(x.shape, x.spec, strict=True)]
 
 
-def reshape_dims(
-    ctx: InferContext, x: TensorType, args: Sequence[Any], out: tuple[int, ...]
-) -> list[Dim]:
+def reshape_dims(ctx: InferContext, x: TensorType, args: Args, out: Shape) -> list[Dim]:
     """Dims meet in groups of equal product: ``(2, 3, 8) -> (6, 8)`` is two: ``(2, 3), (8)``.
 
     A group that is one dim on both sides, beside dims of one row, keeps it. A merged or cut group
@@ -68,7 +65,7 @@ def _wide(dims: Sequence[int], sizes: Sequence[int]) -> Sequence[int]:
     return dims if len(dims) == 1 else [d for d in dims if sizes[d] != 1]
 
 
-def dim_groups(sizes: tuple[int, ...], out: tuple[int, ...]) -> list[Pair]:
+def dim_groups(sizes: Shape, out: Shape) -> list[Pair]:
     """The finest pairing of runs of dims with equal products, left to right.
 
     >>> dim_groups((2, 3, 8), (6, 8))
@@ -93,7 +90,7 @@ def dim_groups(sizes: tuple[int, ...], out: tuple[int, ...]) -> list[Pair]:
     return pairs
 
 
-def empty_groups(sizes: tuple[int, ...], out: tuple[int, ...]) -> list[Pair]:
+def empty_groups(sizes: Shape, out: Shape) -> list[Pair]:
     """Pairs of equal dims from both ends: products say nothing where a dim has no rows."""
     short = min(len(sizes), len(out))
     front = next((d for d in range(short) if sizes[d] != out[d]), short)
@@ -103,14 +100,12 @@ def empty_groups(sizes: tuple[int, ...], out: tuple[int, ...]) -> list[Pair]:
     return pairs
 
 
-def permute_dims(
-    ctx: InferContext, x: TensorType, args: Sequence[Any], out: tuple[int, ...]
-) -> list[Dim]:
+def permute_dims(ctx: InferContext, x: TensorType, args: Args, out: Shape) -> list[Dim]:
     dims = dims_of(x)
     return [dims[d] for d in permutation(len(dims), args)]
 
 
-def permutation(ndim: int, args: Sequence[Any]) -> list[int]:
+def permutation(ndim: int, args: Args) -> list[int]:
     """The order of dims that ``t()``, ``transpose(a, b)`` or ``permute(dims)`` asks for."""
     if args and isinstance(args[0], tuple | list):
         return [shape_dim(d, ndim) for d in args[0]]
@@ -121,26 +116,20 @@ def permutation(ndim: int, args: Sequence[Any]) -> list[int]:
     return order
 
 
-def unsqueeze_dims(
-    ctx: InferContext, x: TensorType, args: Sequence[Any], out: tuple[int, ...]
-) -> list[Dim]:
+def unsqueeze_dims(ctx: InferContext, x: TensorType, args: Args, out: Shape) -> list[Dim]:
     dims = dims_of(x)
     dims.insert(shape_dim(args[0], len(out)), (1, ()))
     return dims
 
 
-def squeeze_dims(
-    ctx: InferContext, x: TensorType, args: Sequence[Any], out: tuple[int, ...]
-) -> list[Dim]:
+def squeeze_dims(ctx: InferContext, x: TensorType, args: Args, out: Shape) -> list[Dim]:
     given = at(args, 0, tuple(range(len(x.shape))))
     given = given if isinstance(given, tuple | list) else (given,)
     drop, local = {shape_dim(d, len(x.shape)) for d in given}, ctx.local(x)
     return [dim for d, dim in enumerate(dims_of(x)) if d not in drop or local[d] != 1]
 
 
-def expand_dims(
-    ctx: InferContext, x: TensorType, args: Sequence[Any], out: tuple[int, ...]
-) -> list[Dim]:
+def expand_dims(ctx: InferContext, x: TensorType, args: Args, out: Shape) -> list[Dim]:
     result: list[Dim] = [(n, ()) for n in out]
     for d, target in enumerate(aligned(ctx.local(x), out)):
         if isinstance(target, int):
@@ -156,9 +145,7 @@ def cut_dim(ctx: InferContext, x: TensorType, dim: int, rows: int) -> list[Dim]:
     return dims
 
 
-def slice_dims(
-    ctx: InferContext, x: TensorType, args: Sequence[Any], out: tuple[int, ...]
-) -> list[Dim]:
+def slice_dims(ctx: InferContext, x: TensorType, args: Args, out: Shape) -> list[Dim]:
     dim = shape_dim(at(args, 0, 0), len(x.shape))
     start, stop, step = at(args, 1), at(args, 2), at(args, 3, 1)
     largest = x.local_shape(ctx.mesh, ctx.mesh.origin)[dim]
@@ -167,29 +154,17 @@ def slice_dims(
     return cut_dim(ctx, x, dim, out[dim])
 
 
-def split_dims(
-    ctx: InferContext, x: TensorType, args: Sequence[Any], out: tuple[int, ...]
-) -> list[Dim]:
+def split_dims(ctx: InferContext, x: TensorType, args: Args, out: Shape) -> list[Dim]:
     dim = shape_dim(at(args, 1, 0), len(x.shape))
     return cut_dim(ctx, x, dim, out[dim])
 
 
-def select_dims(
-    ctx: InferContext, x: TensorType, args: Sequence[Any], out: tuple[int, ...]
-) -> list[Dim]:
+def select_dims(ctx: InferContext, x: TensorType, args: Args, out: Shape) -> list[Dim]:
     dim = shape_dim(at(args, 0, 0), len(x.shape))
     return [kept for d, kept in enumerate(dims_of(x)) if d != dim]
 
 
-def keep_dims(
-    ctx: InferContext, x: TensorType, args: Sequence[Any], out: tuple[int, ...]
-) -> list[Dim]:
-    return dims_of(x)
-
-
-def repeat_dims(
-    ctx: InferContext, x: TensorType, args: Sequence[Any], out: tuple[int, ...]
-) -> list[Dim]:
+def repeat_dims(ctx: InferContext, x: TensorType, args: Args, out: Shape) -> list[Dim]:
     counts, skip = args[0], len(out) - len(x.shape)
     return [
         (x.shape[d - skip], x.spec[d - skip]) if d >= skip and counts[d] == 1 else (out[d], ())
@@ -264,13 +239,13 @@ class Join(Op):
         return [[join(arrays, axis=dim) for arrays in by_rank]]
 
 
-def to_slice(x: np.ndarray, args: Sequence[Any]) -> np.ndarray:
+def to_slice(x: np.ndarray, args: Args) -> np.ndarray:
     index = [slice(None)] * x.ndim
     index[at(args, 0, 0)] = slice(at(args, 1), at(args, 2), at(args, 3, 1))
     return x[tuple(index)]
 
 
-def to_parts(x: np.ndarray, args: Sequence[Any]) -> list[np.ndarray]:
+def to_parts(x: np.ndarray, args: Args) -> list[np.ndarray]:
     dim, rows = at(args, 1, 0), args[0]
     cuts = range(rows, x.shape[dim], rows or 1) if isinstance(rows, int) else accumulate(rows[:-1])
     return np.split(x, list(cuts), dim)
@@ -280,6 +255,7 @@ PERMUTE: tuple[DimRule, Function] = (
     permute_dims,
     lambda x, args, shapes: [x.transpose(permutation(x.ndim, args))],
 )
+KEEP: DimRule = lambda ctx, x, args, out: dims_of(x)  # noqa: E731
 RESHAPE: tuple[DimRule, Function] = (reshape_dims, lambda x, args, shapes: [x.reshape(shapes[0])])
 SPLIT: tuple[DimRule, Function] = (split_dims, lambda x, args, shapes: to_parts(x, args))
 RULES: dict[str, tuple[DimRule, Function]] = {
@@ -292,9 +268,9 @@ RULES: dict[str, tuple[DimRule, Function]] = {
     "slice": (slice_dims, lambda x, args, shapes: [to_slice(x, args)]),
     "select": (select_dims, lambda x, args, shapes: [np.take(x, args[1], axis=args[0])]),
     "unbind": (select_dims, lambda x, args, shapes: list(np.moveaxis(x, at(args, 0, 0), 0))),
-    "flip": (keep_dims, lambda x, args, shapes: [np.flip(x, tuple(args[0]))]),
+    "flip": (KEEP, lambda x, args, shapes: [np.flip(x, tuple(args[0]))]),
     "roll": (
-        keep_dims,
+        KEEP,
         lambda x, args, shapes: [np.roll(x, tuple(args[0]), tuple(at(args, 1, ())) or None)],
     ),
     "repeat": (repeat_dims, lambda x, args, shapes: [np.tile(x, tuple(args[0]))]),

@@ -3,21 +3,10 @@
 from collections.abc import Callable
 
 from iris.graph.nodes import Graph
-from iris.graph.passes.canonicalise import canonicalise
-from iris.graph.passes.dedupe import dedupe
-from iris.graph.passes.fuse import Unfused, fuse, fusion_report
+from iris.graph.passes.canonicalise import canonicalise as canonicalise
+from iris.graph.passes.dedupe import dedupe as dedupe
+from iris.graph.passes.fuse import fuse, fusion_report as fusion_report
 from iris.graph.verify import verify
-
-__all__ = [
-    "PASSES",
-    "Pass",
-    "Unfused",
-    "canonicalise",
-    "dedupe",
-    "fuse",
-    "fusion_report",
-    "run_passes",
-]
 
 Pass = Callable[[Graph], Graph]
 
