@@ -158,7 +158,11 @@ def _broadcast(site: Site) -> Collective:
 
 
 def _ppermute(site: Site) -> Collective:
-    return _make(site, "ppermute", site.shape, site.node.kwargs["perm"], site.dtype)
+    perm: Any = site.node.kwargs["perm"]
+    made = _make(site, "ppermute", site.shape, perm, site.dtype)
+    if isinstance(made, KernelCollective) and site.group.index not in (d for _, d in perm):
+        made.empty = torch.zeros  # nothing is sent to this rank
+    return made
 
 
 MAKERS: Mapping[str, Callable[[Site], Collective]] = {

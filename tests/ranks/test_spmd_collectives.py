@@ -209,3 +209,21 @@ def test_sums_of_narrow_types(ranks):
 )
 def test_collectives_as_kernels(ranks, fn):
     ranks(3).run(_collectives, fn, [(5, 4)] * 3, torch.bfloat16, 3, "triton")
+
+
+def _sent_to_some():
+    ctx = iris.iris(1 << 22)
+    pairs = [(0, 1), (1, 0), (0, 2)]
+    send = iris.spmd(lowering="triton")(lambda x: iris.ppermute(x, "tp", pairs))
+    torch.use_deterministic_algorithms(True)  # what nobody writes to is filled with NaN
+    try:
+        for seed in range(3):
+            xs = [small_integers((2, 3), rank, seed) for rank in range(3)]
+            due = [xs[1], xs[0], xs[0], torch.zeros(2, 3)]
+            assert torch.equal(send(xs[ctx.cur_rank % 3]), due[ctx.cur_rank])
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_ranks_that_nothing_is_sent_to_get_zeros(ranks):
+    ranks(4).run(_sent_to_some)
