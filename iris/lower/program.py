@@ -11,6 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -156,13 +157,15 @@ class _Writer:
         return f"def {name}({', '.join(map(_variable, parameters))}):\n{body}"
 
     def _name(self) -> str:
-        return self.graph.name if self.graph.name.isidentifier() else "program"
+        name = self.graph.name
+        return name if name.isidentifier() and not iskeyword(name) else "program"
 
     def _compile(self, text: str, name: str) -> Callable[..., tuple[Any, ...]]:
         filename = f"<iris {name} {id(self.graph):x}>"
-        exec(compile(text, filename, "exec"), self.space)
+        made: dict[str, Callable[..., tuple[Any, ...]]] = {}
+        exec(compile(text, filename, "exec"), self.space, made)
         linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
-        run: Callable[..., tuple[Any, ...]] = self.space.pop(name)  # else a reference cycle
+        run = made[name]
         weakref.finalize(run, linecache.cache.pop, filename, None).atexit = False
         return run
 

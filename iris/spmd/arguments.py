@@ -133,12 +133,16 @@ class Arguments:
         return dict(zip(names, specs, strict=True))
 
 
+# Names of other values of a graph, and what the text of a plan uses.
+_TAKEN = re.compile(r"(captured|shared|saved|grad|v|)\d+|self_.*|float")
+
+
 def graph_names(leaves: Sequence[Leaf]) -> list[str]:
     """A graph name for each leaf: ``cond['a'][0]`` becomes ``cond_a_0``."""
     names: dict[str, None] = {}
     for leaf in leaves:
         name = re.sub(r"\W+", "_", leaf.path).strip("_")
-        while name in names or re.fullmatch(r"captured\d+|shared\d+|\d+", name):
+        while name in names or _TAKEN.fullmatch(name):
             name += "_"
         names[name] = None
     return list(names)

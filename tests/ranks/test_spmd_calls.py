@@ -226,3 +226,29 @@ def test_what_inference_mode_made_ready_serves_other_modes(ranks, inner):
             assert torch.equal(found, 2 * whole)
 
     ranks(2).run(run)
+
+
+def _names():
+    ctx = iris.iris(1 << 22)
+
+    def relu(v0, v1, float):
+        total = iris.all_reduce(v0, "tp")
+        return torch.where(total > 0, torch.relu(total) + v1, torch.inf) * float + v0
+
+    def backward(x, saved0, grad0):
+        return iris.all_reduce(torch.sin(x * saved0) * grad0, "tp")
+
+    for seed in range(3):
+        xs = [small_integers((2, 3), rank, seed) + 0.5 for rank in range(ctx.num_ranks)]
+        x, total = xs[ctx.cur_rank], sum(xs)
+        for name in (None, "sum", "class"):
+            due = torch.where(total > 0, total + 7 + seed, torch.inf) * 2 + x
+            assert torch.equal(iris.spmd(name=name)(relu)(x, x * 0 + 7 + seed, x * 0 + 2), due)
+        wanted = [x.clone().requires_grad_(), torch.full_like(x, 2.0).requires_grad_()]
+        iris.spmd(backward)(*wanted, x * 0 + 3).sum().backward()
+        torch.testing.assert_close(wanted[0].grad, 6 * torch.cos(2 * x))
+        torch.testing.assert_close(wanted[1].grad, 3 * x * torch.cos(2 * x))
+
+
+def test_arguments_and_programs_may_have_the_names_of_values_and_ops(ranks):
+    ranks(2).run(_names)
