@@ -1,7 +1,6 @@
 """Whether a graph is well formed, and whether a pass kept what it must."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from iris.errors import GraphError, IrisError
@@ -88,9 +87,11 @@ def _stage_faults(node: Node, known: set[str]) -> Iterable[str]:
             yield f"{_at(node)} gives %{value.name}, which its body does not define so"
 
 
-def _claims_less(type: TensorType, other: TensorType) -> bool:
-    """Whether ``type`` says no more than that a replicated ``other`` may differ between ranks."""
-    return other.is_replicated and type == replace(other, varying=type.varying)
+def _claims_less(type: TensorType, other: TensorType, graph: Graph) -> bool:
+    """Whether ``type`` says no more than what this rank holds of a value of type ``other``."""
+    lost = {*other.varying, *other.split_axes, *other.partial}
+    held = TensorType(other.dtype, other.local_shape(graph.mesh, graph.place), (), (), type.varying)
+    return type == held and lost <= set(type.varying)
 
 
 def _type_faults(graph: Graph, before: Graph | None) -> Iterable[str]:
@@ -112,7 +113,7 @@ def _type_faults(graph: Graph, before: Graph | None) -> Iterable[str]:
             yield f"{_at(node)}: {error.message}"
             continue
         for value, type in zip(node.outputs, inferred, strict=True):
-            if value.type != type and not _claims_less(value.type, type):
+            if value.type != type and not _claims_less(value.type, type, graph):
                 yield f"{_at(node)}: %{value.name} is {value.type}, its rule says {type}"
 
 

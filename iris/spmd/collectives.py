@@ -23,7 +23,8 @@ _LIBRARY = torch.library.Library("iris", "DEF")
 
 def _define(name: str, schema: str, meta: Any) -> Callable[..., Tensor]:
     """Declare ``iris::name`` with its shape rule, as an op that is never dead code."""
-    _LIBRARY.define(f"{name}{schema}")
+    tag = torch.Tag.nondeterministic_seeded  # else traces run it where its operand is a literal
+    _LIBRARY.define(f"{name}{schema}", tags=(tag,))
     _LIBRARY.impl(name, meta, "Meta")
     op: Callable[..., Tensor] = getattr(torch.ops.iris, name).default
     torch.fx.node.has_side_effect(op)

@@ -138,14 +138,16 @@ class Compiler:
         return program
 
     def _part(
-        self, name: str, module: Any, inputs: Sequence[Value], context: TraceContext
+        self, name: str, module: Any, inputs: Sequence[Value], context: TraceContext, claims: bool
     ) -> Program:
-        """One half of a differentiated program, over whatever shapes ranks have."""
+        """One half of a differentiated program, over whatever shapes ranks have. Of a backward
+        nothing is claimed: what was right in the forward is not refused in what autograd made.
+        """
         outputs = tuple(Output("value", i) for i in range(len(returned(module.graph))))
         traced = Traced(module, outputs, pytree.tree_structure([*outputs]))
         mesh = context.mesh or ProgramMesh.world("world")
         importer = self._importer(context, mesh)
-        importer.name = name
+        importer.name, importer.claims = name, claims
         options = replace(self.options, name=name, alike=False, outputs="fresh")
         graph = replace(importer.run(traced, inputs), alike=False)
         return self._planned(graph, traced, mesh, (), (), options)

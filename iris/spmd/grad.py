@@ -156,10 +156,10 @@ def differentiate(
     traced: Traced,
     context: TraceContext,
     tensors: Sequence[Tensor],
-    make: Callable[[str, Any, Sequence[Value], TraceContext], Program],
+    make: Callable[[str, Any, Sequence[Value], TraceContext, bool], Program],
 ) -> Program:
     """``plain`` as a program with a gradient. ``make`` plans a part, from its name, FX graph and
-    inputs.
+    inputs, and whether its types claim anything.
     """
     _check(plain)
     joint = _Joint(plain, traced, context, [*tensors, *plain.captured])
@@ -182,8 +182,8 @@ def differentiate(
         for n, t in zip(names, (node.meta["val"] for node in reads), strict=True)
     ]
     parts = (
-        make(f"{name} forward", forward, plain.graph.inputs, context),
-        make(f"{name} backward", backward, values, context),
+        make(f"{name} forward", forward, plain.graph.inputs, context, True),
+        make(f"{name} backward", backward, values, context, False),
     )
     for part in parts:
         part.whole = f"{plain.title}, gradients of {joint.wanted}"
@@ -322,6 +322,8 @@ class _Joint:
             own = set(self.mesh.names).intersection(
                 *(alike.get(arg, set()) for arg in node.all_input_nodes)
             )
+            if self.context.uneven and not node.all_input_nodes:
+                own = set()  # a number may be a size of this rank's shard
             target: Any = node.target
             if getattr(target, "namespace", "") == "iris":
                 axes = set(str(node.args[0 if target is OPS.axis_index.default else 1]).split(","))

@@ -43,6 +43,7 @@ class Importer:
     axes_over: Callable[[tuple[int, ...]], tuple[str, ...]]
     context: TraceContext
     known: Mapping[int, Value] = field(default_factory=dict)  # by id of a tensor read from outside
+    claims: bool = True  # whether types say more than what this rank holds
     nodes: list[Node] = field(default_factory=list)
     inputs: list[Value] = field(default_factory=list)
     captured: list[Tensor] = field(default_factory=list)
@@ -173,6 +174,8 @@ class Importer:
         types = infer_node(op, context, typed, typed_attrs, locals_)
         if self.context.uneven and op.partition(".")[0] in FILLED:
             types = tuple(replace(t, varying=self.mesh.names) for t in types)
+        if not self.claims:
+            types = tuple(TensorType(x.dtype, x.shape, varying=self.mesh.names) for x in locals_)
         values = tuple(Value(self._fresh(), type_) for type_ in types)
         self.nodes.append(Node(op, args, attrs, values, loc))
         for value in values:

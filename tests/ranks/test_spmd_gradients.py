@@ -163,6 +163,61 @@ def test_two_axes_and_dtensors(ranks):
     ranks(4).run(_two_axes)
 
 
+def _known_in_the_backward():
+    """Types in a backward would tell what the forward's do not: whole, split, or partial."""
+    ctx = iris.iris(1 << 22)
+    rank, world = ctx.cur_rank, ctx.num_ranks
+
+    def moved(x, scale):
+        mean = iris.reduce_scatter(iris.all_gather(x, "tp"), "tp", dim=0, op="avg")
+        columns = iris.all_gather(x - x.mean(1, keepdim=True), "tp", dim=1)
+        rows = iris.all_reduce(iris.reduce_scatter(x, "tp"), "tp") * scale
+        return mean.square(), columns.square(), rows
+
+    program = iris.spmd(moved)
+    for seed in range(3):
+        xs = [leaf(small_integers((2, 3), r, seed).double()) for r in range(world)]
+        scales = [small_integers((1, 3), r, seed + 9).double() for r in range(world)]
+        columns = torch.cat([x - x.mean(1, keepdim=True) for x in xs], 1)
+        rows = sum((sum(xs).sum(0) * scale).sum() for scale in scales)
+        (sum(x.square().sum() for x in xs) + columns.square().sum() + rows).backward()
+        mine = leaf(xs[rank])
+        sum(y.sum() for y in program(mine, scales[rank])).backward()
+        torch.testing.assert_close(mine.grad, xs[rank].grad)
+
+
+def test_what_is_known_of_cotangents_refuses_nothing(ranks):
+    ranks(2).run(_known_in_the_backward)
+
+
+COUNTS = {
+    "full": lambda x: torch.full((), x.shape[0], dtype=x.dtype),
+    "literal": lambda x: torch.tensor(float(x.shape[0])),
+}
+
+
+def _mean_of_uneven_rows(count):
+    ctx = iris.iris(1 << 22)
+
+    @iris.spmd(in_specs=P("tp"), out_specs=P())
+    def mean(x):
+        return iris.all_reduce(x.square().sum(), "tp") / iris.all_reduce(COUNTS[count](x), "tp")
+
+    for seed in range(3):
+        x = leaf(small_integers((5, 3), 0, seed).double())
+        due = x.square().sum() / 5
+        due.backward()
+        mine = leaf(shard(x, 0, ctx.cur_rank, ctx.num_ranks))
+        y = mean(mine)
+        y.backward()
+        torch.testing.assert_close((y, mine.grad), (due, shard(x.grad, 0, ctx.cur_rank, 2)))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_count_of_rows_is_not_the_same_on_all_ranks(ranks, count):
+    ranks(2).run(_mean_of_uneven_rows, count)
+
+
 class Net(torch.nn.Module):
     def __init__(self, world):
         super().__init__()
