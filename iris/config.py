@@ -5,6 +5,7 @@ change a knob while it runs. ``knobs()`` lists them all (the documentation is ma
 """
 
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
@@ -190,6 +191,14 @@ def private_folder(name: str) -> Path:
             help="set IRIS_CACHE_DIR to a folder of your own",
         )
     return folder
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file of mode 0600 whole, in place of what is there: others read one or the other."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+    os.replace(temporary, path)
 
 
 def knobs() -> tuple[Knob[object], ...]:

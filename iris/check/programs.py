@@ -105,43 +105,34 @@ class Hooks:
     def _create_atomic_rmw(
         self, op: Any, pointers: Any, value: Any, mask: Any, sem: Any, scope: Any
     ) -> Any:
-        def act() -> Any:
-            return self._plain["create_atomic_rmw"](op, pointers, value, mask, sem, scope)
-
-        return self._atomic(act, pointers, mask.data, sem, scope)
+        args = op, pointers, value, mask, sem, scope
+        return self._atomic("create_atomic_rmw", args, pointers, mask.data)
 
     def _create_atomic_cas(
         self, pointers: Any, compare: Any, value: Any, sem: Any, scope: Any
     ) -> Any:
-        def act() -> Any:
-            return self._plain["create_atomic_cas"](pointers, compare, value, sem, scope)
-
-        return self._atomic(act, pointers, True, sem, scope)
+        args = pointers, compare, value, sem, scope
+        return self._atomic("create_atomic_cas", args, pointers, True)
 
     def _create_atomic_load(self, pointers: Any, mask: Any, sem: Any, scope: Any) -> Any:
-        def act() -> Any:
-            with self._recorder.silence():
-                return self._plain["create_atomic_load"](pointers, mask, sem, scope)
-
-        return self._atomic(act, pointers, mask.data, sem, scope)
+        args = pointers, mask, sem, scope
+        return self._atomic("create_atomic_load", args, pointers, mask.data)
 
     def _create_atomic_store(
         self, pointers: Any, value: Any, mask: Any, sem: Any, scope: Any
     ) -> Any:
-        def act() -> Any:
-            with self._recorder.silence():
-                return self._plain["create_atomic_store"](pointers, value, mask, sem, scope)
+        args = pointers, value, mask, sem, scope
+        return self._atomic("create_atomic_store", args, pointers, mask.data)
 
-        return self._atomic(act, pointers, mask.data, sem, scope)
-
-    def _atomic(
-        self, act: Callable[[], Any], pointers: Any, mask: Any, sem: Any, scope: Any
-    ) -> Any:
+    def _atomic(self, name: str, args: tuple[Any, ...], pointers: Any, mask: Any) -> Any:
+        """Do and note an atomic; ``args`` end with its order and its scope."""
+        *_, sem, scope = args
         chosen = np.broadcast_to(mask, pointers.data.shape)
         addresses = pointers.data[chosen]
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         with self._recorder.ordered(addresses) as ticket:
-            result = act()
+            with self._recorder.silence():
+                result = self._plain[name](*args)
             self._recorder.change(
                 ticket,
                 addresses,

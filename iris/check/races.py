@@ -1,23 +1,16 @@
 """Puts the logs of all ranks together, and says what nothing orders."""
 
-import pickle
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import TYPE_CHECKING
 
 from iris.check.host import HostAccesses
-from iris.check.log import LOCAL, Entry
+from iris.check.log import LOCAL
 from iris.check.order import Detector, Race
 from iris.check.programs import Hooks
 from iris.check.recorder import Recorder, Tickets
 
-
-class World(Protocol):
-    """What the checker needs of the group of all ranks."""
-
-    index: int
-    size: int
-
-    def exchange(self, what: str, payload: bytes) -> list[bytes]: ...
+if TYPE_CHECKING:
+    from iris.runtime.groups import Group
 
 
 class RaceCheck:
@@ -26,7 +19,7 @@ class RaceCheck:
     ``name(offset)`` says which allocation of this rank's heap holds a byte.
     """
 
-    def __init__(self, world: World, recorder: Recorder, name: Callable[[int], str]) -> None:
+    def __init__(self, world: "Group", recorder: Recorder, name: Callable[[int], str]) -> None:
         self.recorder = recorder
         self.keep: object = None  # what must live as long
         self._world = world
@@ -38,7 +31,7 @@ class RaceCheck:
     @classmethod
     def create(
         cls,
-        world: World,
+        world: "Group",
         slabs: Sequence[tuple[int, int]],
         counter: int,
         hidden: tuple[int, int],
@@ -68,11 +61,8 @@ class RaceCheck:
 
         ``ordered``: all that happened so far is before all that comes.
         """
-        own = pickle.dumps(self.recorder.take())
-        logs = [
-            cast(list[Entry], pickle.loads(log))
-            for log in self._world.exchange("check the order of accesses", own)
-        ]
+        own = self.recorder.take()
+        logs = self._world.exchange_object("check the order of accesses", own)
         races = self._detector.follow(logs)
         if ordered:
             self._detector.clear()

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from iris.errors import ConfigError
 from iris.graph.nodes import Graph, Node
 from iris.graph.ops import COLLECTIVES
-from iris.graph.types import Mesh, TensorType
 from iris.lower.cost import Profile, predict
 from iris.lower.stages import Match, match, match_norm
 from iris.lower.tuned import Times, text_of
@@ -87,41 +86,40 @@ class Choice:
         return f"{text}, {self.communication} programs communicate" if self.communication else text
 
 
-def choose(
-    graph: Graph,
-    lowering: str,
-    profile: Profile | None,
-    measured: Times,
-    config: StageConfig | None = None,
-    engine: bool = False,
-) -> Mapping[str, Choice]:
-    """A choice for every stage and every collective outside one, by the name of its first output.
+@dataclass
+class Choose:
+    """``all_gather_matmul(x, w) => all_gather_matmul(x, w, algorithm=fused)``, for every stage.
 
     ``lowering`` is "torch" or "triton"; ``profile`` describes the GPU, None on CPU ranks, where
     kernels are chosen wherever there are any. What was ``measured`` goes before what is predicted,
-    and ``config`` before both. ``engine`` says that copies reach peers beside a kernel. Ranks
-    compare what they chose before they run it.
+    and ``config`` before both. ``engine`` says that copies reach peers beside a kernel.
+    ``choices`` then says why, also of collectives outside stages, by the name of a first output.
+    Ranks compare what they chose before they run it.
     """
-    config = config or StageConfig()
-    chooser = _Chooser(graph.types, graph.mesh, lowering, profile, measured, config, engine)
-    return {
-        node.outputs[0].name: chooser.choose(node)
-        for node in graph.nodes
-        if node.body or node.op in COLLECTIVES
-    }
 
-
-@dataclass(frozen=True)
-class _Chooser:
-    types: Mapping[str, TensorType]
-    mesh: Mesh
     lowering: str
     profile: Profile | None
     measured: Times
-    config: StageConfig = field(default_factory=StageConfig)
+    config: StageConfig | None = None
     engine: bool = False
+    choices: Mapping[str, Choice] = field(default_factory=dict)
+    __name__ = "choose"
 
-    def choose(self, node: Node) -> Choice:
+    def __call__(self, graph: Graph) -> Graph:
+        self.choices = {
+            node.outputs[0].name: self._choice(node, graph)
+            for node in graph.nodes
+            if node.body or node.op in COLLECTIVES
+        }
+        return graph.with_nodes(tuple(map(self._noted, graph.nodes)))
+
+    def _noted(self, node: Node) -> Node:
+        if not node.body:
+            return node
+        algorithm = self.choices[node.outputs[0].name].algorithm
+        return replace(node, attrs=(("algorithm", algorithm),))
+
+    def _choice(self, node: Node, graph: Graph) -> Choice:
         if not node.body:
             if self.lowering == "triton":
                 return Choice("kernel", "one launch over the shared heap")
@@ -130,32 +128,33 @@ class _Chooser:
             return Choice(
                 "torch", "lowering is torch: one op after the other, over the shared heap"
             )
-        found = match(node, self.types, self.mesh)
+        found = match(node, graph.types, graph.mesh)
         if isinstance(found, str):
-            return self._unfused(node, f"no kernel: {found}")
-        text = text_of(node, self.types, self.mesh)
-        ways = self._ways(found)
+            return self._unfused(node, graph, f"no kernel: {found}")
+        text = text_of(node, graph.types, graph.mesh)
+        ways = self._ways(found, graph)
         times: Mapping[str, float] = self.measured.get(text, {})
         if not times and self.profile is not None:
-            times = predict(found, self.types, self.mesh, self.profile)
+            times = predict(found, graph.types, graph.mesh, self.profile)
         times = {way: time for way, time in times.items() if way in (*ways, "unfused")}
         way, why = self._best(ways, times, text in self.measured)
         candidates = tuple(sorted(times.items(), key=lambda item: item[1]))
         if way == "unfused":
-            choice = self._unfused(node, why, candidates)
+            choice = self._unfused(node, graph, why, candidates)
         else:
-            crew = self.config.communication
+            config = self.config or StageConfig()
+            crew = config.communication
             why = f"{why}; {crew} programs communicate" if crew else why
-            choice = Choice(way, why, candidates, found, self.config.gemm, communication=crew)
+            choice = Choice(way, why, candidates, found, config.gemm, communication=crew)
         return replace(choice, stage=text, ways=(*ways, "unfused"))
 
-    def _ways(self, found: Match) -> tuple[str, ...]:
+    def _ways(self, found: Match, graph: Graph) -> tuple[str, ...]:
         """The fused algorithms of a stage, the likely one first."""
         if found.stage == "all_gather_matmul" and self.engine:
             return ("fused", "copy engine")
         if found.stage != "matmul_all_reduce":
             return ("fused",)
-        rows = self.types[found.products[0].left].local_shape(self.mesh, self.mesh.origin)[0]
+        rows = graph.types[found.products[0].left].local_shape(graph.mesh, graph.mesh.origin)[0]
         return ("one-shot", "two-shot") if rows <= ONE_SHOT_ROWS else ("two-shot", "one-shot")
 
     def _best(
@@ -163,7 +162,7 @@ class _Chooser:
     ) -> tuple[str, str]:
         """The algorithm for a stage, and why."""
         best = min(ways, key=lambda way: times.get(way, 0.0))
-        forced = self.config.algorithm
+        forced = self.config and self.config.algorithm
         if forced == "fused" or forced in (*ways, "unfused"):
             return best if forced == "fused" else str(forced), "forced by config"
         if measured:
@@ -175,11 +174,11 @@ class _Chooser:
         return best, f"predicted faster on {self.profile.name}"
 
     def _unfused(
-        self, node: Node, why: str, candidates: tuple[tuple[str, float], ...] = ()
+        self, node: Node, graph: Graph, why: str, candidates: tuple[tuple[str, float], ...] = ()
     ) -> Choice:
         """Torch's products, and kernels that communicate: with the norm in one if there is one."""
         if node.op == "matmul_all_reduce":
-            found = match_norm(node, self.types, self.mesh)
+            found = match_norm(node, graph.types, graph.mesh)
             if isinstance(found, Match):
                 return Choice("unfused", f"{why}; sum and norm in one kernel", candidates, found)
         return Choice("unfused", why, candidates)

@@ -9,14 +9,12 @@ that write at once write the same file.
 import hashlib
 import importlib.util
 import math
-import os
 import re
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from iris.config import private_folder
+from iris.config import private_folder, write_private
 from iris.graph.nodes import Arg, Node, Ref, Token
 from iris.graph.types import TensorType
 
@@ -219,13 +217,9 @@ def _name(name: str) -> str:
 
 def _module(name: str, source: str) -> Any:
     """Import ``source`` from the cache folder, writing it there first if need be."""
-    folder = private_folder("epilogues")
-    path = folder / f"{name}.py"
+    path = private_folder("epilogues") / f"{name}.py"
     if not path.exists() or path.read_text() != source:
-        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".py")
-        with os.fdopen(handle, "w") as file:
-            file.write(source)
-        os.replace(temporary, path)
+        write_private(path, source)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

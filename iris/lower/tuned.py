@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from iris.config import private_folder
+from iris.config import private_folder, write_private
 from iris.errors import ConfigError
 from iris.graph.nodes import Node
 from iris.graph.types import Mesh, TensorType
@@ -68,7 +67,8 @@ def save(ctx: Iris, group: Group) -> None:
     """Add the group's measurements to the file; its first member writes."""
     if group.index == 0:
         path = _path(ctx, "tuned")
-        _write(path, _read(path, _times, {}) | group.kept[_KEPT].times)
+        known = _read(path, _times, {}) | group.kept[_KEPT].times
+        write_private(path, json.dumps(known, indent=1))
 
 
 def save_profile(ctx: Iris, profile: Profile) -> None:
@@ -78,7 +78,7 @@ def save_profile(ctx: Iris, profile: Profile) -> None:
     """
     ctx.world.kept.pop(_KEPT, None)
     if ctx.cur_rank == 0:
-        _write(_path(ctx, "profile"), asdict(profile))
+        write_private(_path(ctx, "profile"), json.dumps(asdict(profile), indent=1))
     ctx.barrier()
 
 
@@ -91,14 +91,6 @@ def _path(ctx: Iris, what: str) -> Path:
     units = (ctx.get_cu_count(), ctx.get_usable_units(), ctx.ranks_on_device)
     text = repr((device, units, VERSION, torch.__version__, triton.__version__))
     return private_folder(what) / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-
-
-def _write(path: Path, content: object) -> None:
-    """Replace a file at once by one of mode 0600."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".json")
-    with os.fdopen(handle, "w") as file:
-        json.dump(content, file, indent=1)
-    os.replace(temporary, path)
 
 
 def _read(path: Path, check: Callable[[Any], Any], none: Any) -> Any:

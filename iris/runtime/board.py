@@ -14,10 +14,14 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from iris.errors import RESET, IrisError, PeerError, TimeoutError
 from iris.runtime.segments import Address, Segment
+
+if TYPE_CHECKING:
+    from iris.check.recorder import Recorder
+    from iris.runtime.groups import Group
 
 SLOTS = 512
 WHAT_BYTES = 1024
@@ -171,20 +175,6 @@ class Contact:
     address: Address
 
 
-class Observer(Protocol):
-    """What follows the meetings of groups (`iris.check.recorder`)."""
-
-    def arrive(self, group: int, epoch: int) -> None: ...
-    def depart(self, group: int, epoch: int, size: int) -> None: ...
-
-
-class Recent(Protocol):
-    """What can say which call was the last one, and who will not come (`iris.runtime.groups`)."""
-
-    def last_call(self) -> str: ...
-    def deserted(self) -> str: ...
-
-
 class Board:
     """All ranks' pages as this rank sees them, and whether the processes behind them still live."""
 
@@ -195,8 +185,8 @@ class Board:
         self.closed = False
         self.pages: dict[int, Page] = {rank: page}
         self.alarm: Callable[[str], None] | None = None  # ends the kernels of all ranks
-        self.observer: Observer | None = None  # of the meetings of all groups
-        self.recent: Recent | None = None  # the group of this rank's last call
+        self.observer: Recorder | None = None  # of the meetings of all groups
+        self.recent: Group | None = None  # the group of this rank's last call
         self.waiting = ""  # what the host waits for, if not just since now
         self.contact = Contact(rank, self.pid, start_time(self.pid), page.segment.address)
         self._contacts: dict[int, Contact] = {rank: self.contact}

@@ -6,17 +6,7 @@ its handle have none of this.
 """
 
 import ctypes
-from ctypes import (
-    POINTER,
-    byref,
-    c_char_p,
-    c_int,
-    c_size_t,
-    c_ubyte,
-    c_uint,
-    c_ulonglong,
-    c_void_p,
-)
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +23,16 @@ _LAZY_PEER_ACCESS = 1
 
 
 class _Handle(ctypes.Structure):
-    _fields_ = (("bytes", c_ubyte * _HANDLE_BYTES),)
+    _fields_ = (("bytes", ctypes.c_ubyte * _HANDLE_BYTES),)
 
 
 class _Plane(ctypes.Structure):
     """CUDA_MEMCPY2D, one side of it."""
 
     _fields_ = (
-        ("x", c_size_t),
-        ("y", c_size_t),
-        ("kind", c_uint),
-        ("host", c_void_p),
-        ("device", c_void_p),
-        ("array", c_void_p),
-        ("pitch", c_size_t),
-    )
+        ("x", c_size_t), ("y", c_size_t), ("kind", c_uint), ("host", c_void_p),
+        ("device", c_void_p), ("array", c_void_p), ("pitch", c_size_t),
+    )  # fmt: skip
 
 
 class _Rectangle(ctypes.Structure):
@@ -60,50 +45,34 @@ _ANY_MEMORY = 4  # CU_MEMORYTYPE_UNIFIED, hipMemcpyDefault: the driver looks at 
 _INDEPENDENT = 1  # of the default stream
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
-_CUDA = {
-    "allocate": "cuMemAlloc_v2",
-    "free": "cuMemFree_v2",
-    "export": "cuIpcGetMemHandle",
-    "open": "cuIpcOpenMemHandle_v2",
-    "close": "cuIpcCloseMemHandle",
-    "stream": "cuStreamCreateWithPriority",
-    "close_stream": "cuStreamDestroy_v2",
-    "copy": "cuMemcpyAsync",
-    "copy_rows": "cuMemcpy2DAsync_v2",
-    "write32": "cuStreamWriteValue32_v2",
-    "write64": "cuStreamWriteValue64_v2",
-    "capture_mode": "cuThreadExchangeStreamCaptureMode",
-}
-_HIP = {
-    "allocate": "hipMalloc",
-    "free": "hipFree",
-    "export": "hipIpcGetMemHandle",
-    "open": "hipIpcOpenMemHandle",
-    "close": "hipIpcCloseMemHandle",
-    "stream": "hipStreamCreateWithPriority",
-    "close_stream": "hipStreamDestroy",
-    "copy": "hipMemcpyAsync",
-    "copy_rows": "hipMemcpy2DAsync",
-    "write32": "hipStreamWriteValue32",
-    "write64": "hipStreamWriteValue64",
-    "capture_mode": "hipThreadExchangeStreamCaptureMode",
-}
-_ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "allocate": (POINTER(c_void_p), c_size_t),
-    "free": (c_void_p,),
-    "export": (POINTER(_Handle), c_void_p),
-    "open": (POINTER(c_void_p), _Handle, c_uint),
-    "close": (c_void_p,),
-    "stream": (POINTER(c_void_p), c_uint, c_int),
-    "close_stream": (c_void_p,),
-    "copy": (c_void_p, c_void_p, c_size_t, c_void_p),
-    "copy_rows": (POINTER(_Rectangle), c_void_p),
-    "write32": (c_void_p, c_void_p, c_uint, c_uint),
-    "write64": (c_void_p, c_void_p, c_ulonglong, c_uint),
-    "capture_mode": (POINTER(c_uint),),
-}
+# Of each call: its names in CUDA and in HIP, and what it takes.
+_CALLS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
+    "allocate": ("cuMemAlloc_v2", "hipMalloc", (POINTER(c_void_p), c_size_t)),
+    "free": ("cuMemFree_v2", "hipFree", (c_void_p,)),
+    "export": ("cuIpcGetMemHandle", "hipIpcGetMemHandle", (POINTER(_Handle), c_void_p)),
+    "open": ("cuIpcOpenMemHandle_v2", "hipIpcOpenMemHandle", (POINTER(c_void_p), _Handle, c_uint)),
+    "close": ("cuIpcCloseMemHandle", "hipIpcCloseMemHandle", (c_void_p,)),
+    "stream": (
+        "cuStreamCreateWithPriority", "hipStreamCreateWithPriority",
+        (POINTER(c_void_p), c_uint, c_int),
+    ),
+    "close_stream": ("cuStreamDestroy_v2", "hipStreamDestroy", (c_void_p,)),
+    "copy": ("cuMemcpyAsync", "hipMemcpyAsync", (c_void_p, c_void_p, c_size_t, c_void_p)),
+    "copy_rows": ("cuMemcpy2DAsync_v2", "hipMemcpy2DAsync", (POINTER(_Rectangle), c_void_p)),
+    "write32": (
+        "cuStreamWriteValue32_v2", "hipStreamWriteValue32", (c_void_p, c_void_p, c_uint, c_uint),
+    ),
+    "write64": (
+        "cuStreamWriteValue64_v2", "hipStreamWriteValue64",
+        (c_void_p, c_void_p, c_ulonglong, c_uint),
+    ),
+    "capture_mode": (
+        "cuThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode",
+        (POINTER(c_uint),),
+    ),
+}  # fmt: skip
 # HIP takes the kind of a copy.
-_HIP_ARGUMENTS: dict[str, tuple[Any, ...]] = _ARGUMENTS | {
+_HIP_COPIES: dict[str, tuple[Any, ...]] = {
     "copy": (c_void_p, c_void_p, c_size_t, c_uint, c_void_p),
     "copy_rows": (c_void_p, c_size_t, c_void_p, c_size_t, c_size_t, c_size_t, c_uint, c_void_p),
 }
@@ -114,9 +83,9 @@ class Driver:
 
     def __init__(self, library: ctypes.CDLL, hip: bool) -> None:
         self._calls: dict[str, Any] = {}
-        for call, name in (_HIP if hip else _CUDA).items():
-            function = getattr(library, name)
-            function.argtypes = (_HIP_ARGUMENTS if hip else _ARGUMENTS)[call]
+        for call, (cuda_name, hip_name, takes) in _CALLS.items():
+            function = getattr(library, hip_name if hip else cuda_name)
+            function.argtypes = _HIP_COPIES.get(call, takes) if hip else takes
             function.restype = c_int
             self._calls[call] = function
         self._hip = hip

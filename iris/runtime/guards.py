@@ -1,27 +1,17 @@
 """Guard words around every block of the heap (``IRIS_CHECK=1``)."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from iris.runtime.heap import Record
+
 GUARD_BYTES = 256  # behind a block, and in front of it (there at least its alignment)
 _WORD = 0xA5
 _POISON = 0xFF  # NaN in every float type, -1 in signed integers
-
-
-class Guarded(Protocol):
-    """A block with guards: ``nbytes`` from ``offset`` on, with ``lead`` bytes of guard before."""
-
-    offset: int
-
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def lead(self) -> int: ...
-    @property
-    def line(self) -> str: ...
 
 
 class Guards:
@@ -31,17 +21,17 @@ class Guards:
         self._rank = rank
         self._view = view
 
-    def put(self, block: Guarded) -> None:
+    def put(self, block: "Record") -> None:
         """Fill the guards of a new block, and the block itself with NaN."""
         self._view(block.offset, block.nbytes).fill_(_POISON)
         for _, at, nbytes in self._around(block):
             self._view(at, nbytes).fill_(_WORD)
 
-    def faults(self, blocks: Iterable[Guarded]) -> list[str]:
+    def faults(self, blocks: Iterable["Record"]) -> list[str]:
         """Say beside which blocks something was written, where, and on which side; once."""
         return [text for block in blocks for text in self._faults(block)]
 
-    def _faults(self, block: Guarded) -> Iterator[str]:
+    def _faults(self, block: "Record") -> Iterator[str]:
         for side, at, nbytes in self._around(block):
             guard = self._view(at, nbytes)
             changed = _different(guard)
@@ -54,7 +44,7 @@ class Guards:
                     f"byte {at + near - block.offset} is not as it was"
                 )
 
-    def _around(self, block: Guarded) -> Iterator[tuple[str, int, int]]:
+    def _around(self, block: "Record") -> Iterator[tuple[str, int, int]]:
         yield "before the start", block.offset - block.lead, block.lead
         yield "past the end", block.offset + block.nbytes, GUARD_BYTES
 

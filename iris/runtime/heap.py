@@ -58,7 +58,7 @@ class _Request:
 
 
 @dataclass
-class _Record:
+class Record:
     """What the heap knows of a block, in use or waiting until all have dropped it."""
 
     request: _Request
@@ -89,7 +89,7 @@ class Block:
     memory is in use as long as any rank holds the block or a tensor over it.
     """
 
-    def __init__(self, slab: Slab, record: _Record, owner: object) -> None:
+    def __init__(self, slab: Slab, record: Record, owner: object) -> None:
         self.nbytes = record.request.nbytes
         self.offset = record.offset
         self.ranks = record.ranks
@@ -123,8 +123,8 @@ class Heap:
         self._base = slab.bases[world.index]
         self._arenas = (Arena(capacity), Arena(_INTERNAL_BYTES))
         self._starts = (0, _internal_base(capacity))
-        self._records: dict[Key, _Record] = {}
-        self._by_address: dict[int, _Record] = {}
+        self._records: dict[Key, Record] = {}
+        self._by_address: dict[int, Record] = {}
         self._made: dict[int, int] = {}
         self._dropped: deque[Key] = deque()
         self._guards = Guards(world.index, self._view) if config.check() else None
@@ -277,7 +277,7 @@ class Heap:
                 if len(record.dropped_by) == len(record.ranks):
                     self._release(key, record)
 
-    def _release(self, key: Key, record: _Record) -> None:
+    def _release(self, key: Key, record: Record) -> None:
         internal, taken = record.request.internal, record.request.taken
         del self._records[key]
         self._by_address.pop(self._base + record.offset, None)
@@ -308,7 +308,7 @@ class Heap:
         owner = self._slab.owner(self._world.index, offset, request.taken - request.lead)
         weakref.finalize(owner, self._dropped.append, key).atexit = False
         peers = tuple(self.bases[rank] + o for rank, o in zip(group.ranks, offsets, strict=True))
-        record = _Record(request, group.ranks, offset, peers, weakref.ref(owner))
+        record = Record(request, group.ranks, offset, peers, weakref.ref(owner))
         self._records[key] = self._by_address[self._base + offset] = record
         if self._guards is not None:
             self._guards.put(record)

@@ -19,10 +19,11 @@ from iris.errors import (
 )
 from iris.graph.nodes import Graph, Ref, Value
 from iris.graph.ops import Output as Returned, check_outputs
+from iris.graph.passes import PASSES
 from iris.graph.types import TensorType
+from iris.lower.choices import Choose
 from iris.lower.cost import ANY, Profile, profile_of
 from iris.lower.dtypes import dtype_name
-from iris.lower.passes import Choose, passes_of
 from iris.lower.tuned import Measured, of_group
 from iris.runtime.context import current
 from iris.runtime.groups import Group
@@ -270,7 +271,7 @@ class Compiler:
         engine = not mesh.abstract and current().copies_beside_kernels
         profile = self.measured.profile or _profile(mesh)
         choose = Choose(lowering, profile, self.measured.times, self.options.config, engine)
-        fused = dump.passes(graph, passes_of(choose)) if self.options.fuse else choose(graph)
+        fused = dump.passes(graph, (*PASSES, choose)) if self.options.fuse else choose(graph)
         for name, source in generated(choose.choices).items():
             dump.write(f"kernel_{name}", source)
         return Program(

@@ -5,13 +5,21 @@ import torch
 
 import iris
 from iris import P
-from iris.lower.choices import StageConfig, choose
+from iris.lower.choices import Choose, StageConfig
 from iris.lower.cost import profile_of
 from iris.spmd.mesh import AbstractMesh
 
 pytestmark = pytest.mark.cpu
 
 H200 = profile_of("NVIDIA H200")
+
+
+def chosen(traced, profile, config, engine=False):
+    """The one choice of a program."""
+    choose = Choose("triton", profile, {}, config, engine)
+    choose(traced.lower().graph)
+    (found,) = choose.choices.values()
+    return found
 
 
 def choice(rows, inner, columns, engine, config=None):
@@ -27,8 +35,7 @@ def choice(rows, inner, columns, engine, config=None):
 
     x = torch.empty(rows // 4, inner, dtype=torch.bfloat16, device="meta")
     w = torch.empty(inner, columns // 4, dtype=torch.bfloat16, device="meta")
-    (found,) = choose(up.trace(x, w).lower().graph, "triton", H200, {}, config, engine).values()
-    return found
+    return chosen(up.trace(x, w), H200, config, engine)
 
 
 @pytest.mark.parametrize("rows", [64, 512, 32768])
@@ -59,8 +66,7 @@ def reduced(rows, config=None):
     x = torch.empty(rows, 3584, dtype=torch.bfloat16, device="meta")
     w = torch.empty(3584, 4096, dtype=torch.bfloat16, device="meta")
     profile = H200.shared(4, 26)
-    (found,) = choose(down.trace(x, w).lower().graph, "triton", profile, {}, config).values()
-    return found
+    return chosen(down.trace(x, w), profile, config)
 
 
 def test_sums_of_few_rows_go_in_one_step_and_of_many_in_two():

@@ -9,7 +9,7 @@ import triton.language as tl
 
 import iris
 from iris import P
-from iris.lower.choices import choose
+from iris.lower.choices import Choose
 from iris.lower.epilogue import EXPRESSIONS, VIEWS, generate
 from iris.spmd.mesh import AbstractMesh
 
@@ -58,7 +58,9 @@ def chain_of(function):
 
     traced = iris.spmd(mesh=MESH, in_specs=(P("tp"), P(None, "tp")), lowering="triton")(program)
     graph = traced.trace(torch.empty(2, 8, device="meta"), torch.empty(8, 8, device="meta"))
-    (choice,) = choose(graph.lower().graph, "triton", None, {}).values()
+    choose = Choose("triton", None, {})
+    choose(graph.lower().graph)
+    (choice,) = choose.choices.values()
     assert choice.match.after == ()
     return choice.match.early[0]
 

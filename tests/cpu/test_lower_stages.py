@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import iris
 from iris import P
-from iris.lower.choices import choose
+from iris.lower.choices import Choose
 from iris.lower.kernels.config import GemmConfig
 from iris.lower.kernels.selector import selected_config
 from iris.spmd.mesh import AbstractMesh
@@ -110,6 +110,12 @@ def test_the_programs_that_communicate_are_part_of_the_plan():
     assert str(caught.value) == "communication is -1, a number of programs or 0"
 
 
+def match_of(graph):
+    choose = Choose("triton", None, {})
+    choose(graph)
+    return next(iter(choose.choices.values())).match
+
+
 def test_every_weight_has_an_epilogue_of_its_own():
     def qkv(x, q, k, v, b, c):
         g = iris.all_gather(x, "tp", dim=0)
@@ -119,7 +125,7 @@ def test_every_weight_has_an_epilogue_of_its_own():
     args = [empty(2, 8), empty(4, 8), empty(2, 8), empty(2, 8), empty(4), empty(2)]
     program = iris.spmd(mesh=MESH, in_specs=specs, lowering="triton")(qkv)
     graph = program.trace(*args).lower().graph
-    match = next(iter(choose(graph, "triton", None, {}).values())).match
+    match = match_of(graph)
     assert match is not None
     assert not match.zipped
     assert [[node.op.partition(".")[0] for node in chain.nodes] for chain in match.early] == [
@@ -137,7 +143,7 @@ def test_what_follows_a_scattered_sum_is_its_epilogue():
 
     traced = iris.spmd(mesh=MESH, in_specs=(COLUMNS, ROWS, P()), lowering="triton")(program)
     graph = traced.trace(empty(8, 2), empty(2, 8), empty(8)).lower().graph
-    match = next(iter(choose(graph, "triton", None, {}).values())).match
+    match = match_of(graph)
     assert [node.op.partition(".")[0] for node in match.late.nodes] == ["add", "relu"]
     assert match.after == ()
 

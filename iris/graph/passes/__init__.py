@@ -11,7 +11,7 @@ from iris.graph.verify import verify
 Pass = Callable[[Graph], Graph]
 
 PASSES: tuple[Pass, ...] = (canonicalise, dedupe, fuse)
-"""Every pass that needs no machine, in order; `iris.lower.passes` adds the last one."""
+"""Every pass that needs no machine, in order; `iris.lower.choices` has the last one."""
 
 
 def run_passes(

@@ -15,23 +15,16 @@ from torch import Tensor
 
 from iris.errors import UnsupportedError
 from iris.lower.kernels.boxes import Piece, operand_box, pack_pieces
-from iris.lower.kernels.config import processors
+from iris.lower.kernels.config import TRITON_DTYPES, processors
 from iris.lower.kernels.exchange import exchange_kernel
 from iris.lower.kernels.host import GroupLike, Stage, Workspace, round_up
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NARROW = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-_LANGUAGE = {
+_LANGUAGE = TRITON_DTYPES | {
     torch.float64: tl.float64,
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float8_e4m3fn: tl.float8e4nv,
-    torch.float8_e5m2: tl.float8e5,
     torch.int64: tl.int64,
-    torch.int32: tl.int32,
     torch.int16: tl.int16,
-    torch.int8: tl.int8,
     torch.uint8: tl.uint8,
 }
 REDUCTIONS = ("sum", "max", "min", "avg")
