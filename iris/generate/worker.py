@@ -11,7 +11,6 @@ from torch import Tensor
 
 import iris
 from iris.generate.models import Model
-from iris.spmd.buckets import rounded
 from iris.spmd.summary import Summary, explain
 
 HEAP = 1 << 28
@@ -128,8 +127,6 @@ def generate(
     """``model.generate`` on a batch padded on the left, with a cache that holds all of it."""
     from transformers import StoppingCriteria, StoppingCriteriaList
 
-    from iris.hf.decoder import CACHE, HeldCache
-
     class Ended(StoppingCriteria):
         """Ends each answer where the streamer says so."""
 
@@ -155,7 +152,7 @@ def generate(
         max_new_tokens=settings.tokens,
         streamer=streamer,
         stopping_criteria=StoppingCriteriaList([Ended()]),
-        **{CACHE: HeldCache(rounded(longest + settings.tokens))},
+        cache_implementation="static",
         **how,
     )
 

@@ -4,17 +4,18 @@
 
 import inspect
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import Cache
+from transformers import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from iris.errors import UnsupportedError
-from iris.nn.attention import KVCache
+from iris.errors import SpecError, UnsupportedError
+from iris.hf.cache import CACHE, HeldLayer, held_layer
 from iris.runtime.context import current
 from iris.spmd.binding import tensor_key
 from iris.spmd.collectives import all_gather
@@ -22,45 +23,8 @@ from iris.spmd.decorator import spmd
 from iris.spmd.mesh import ProgramMesh
 from iris.spmd.statics import SIMPLE, static_key, submodules
 
-# How this version of transformers calls the cache, among arguments and results.
-CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 SPREAD = 256  # from so many rows on, a prefill's rows are split over ranks between matmuls
 SHORTEST = 16  # rows of a prefill are padded to this or a larger power of two: few shapes
-
-
-class HeldCache(Cache):
-    """A cache of transformers whose keys and values, this rank's heads of all layers, are one
-    `KVCache`.
-    """
-
-    def __init__(self, capacity: int = 0) -> None:
-        """An empty cache; ``capacity`` rows are kept for it from the start, more as they are
-        needed.
-        """
-        super().__init__(layers=[])
-        self.first = capacity
-        self.held: KVCache | None = None
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Rows in use."""
-        del layer_idx
-        return 0 if self.held is None else self.held.length
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` rows."""
-        if self.held is not None:
-            self.held.length += tokens_to_remove
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take the batch entries ``beam_idx``, as beam search asks."""
-        if self.held is not None:
-            self.held.tensor = self.held.tensor.index_select(2, beam_idx)
-
-    def append(self, new: Tensor, rows: int) -> None:
-        """See :meth:`KVCache.append`."""
-        if self.held is None:
-            self.held = KVCache(new, self.first)
-        self.held.append(new, rows)
 
 
 @spmd(static_argnames=("layer",))
@@ -179,71 +143,137 @@ def forward(
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     cache: Cache | None = None,
+    *,
     past_key_values: Cache | None = None,
     use_cache: bool | None = None,
     logits_to_keep: int | Tensor = 0,
+    labels: Tensor | None = None,
+    num_items_in_batch: Tensor | None = None,
     **others: Any,
 ) -> CausalLMOutputWithPast:
-    """Logits of the next tokens, as transformers' own ``forward``; the same on every rank.
+    """Logits of the next tokens, and with ``labels`` their loss, as transformers' own ``forward``;
+    the same on every rank.
 
     ``attention_mask [batch, past + rows]`` is 0 where a batch entry is padding. Any other argument
-    is refused, unless it is None or False. The cache that comes back must be passed on: it is the
-    one that holds the keys.
+    is refused, unless it is None or False.
     """
-    asked = sorted(
-        name for name, value in others.items() if value is not None and value is not False
-    )
-    refused = [name for name in asked if name not in ("return_dict", "cache_position")]
-    if input_ids is None or refused:
-        raise UnsupportedError(
-            f"a parallelized model does not take {', '.join(refused) or 'no input_ids'}",
-            help="it takes input_ids, attention_mask, position_ids, cache, logits_to_keep",
-        )
-    known = _own_cache(past_key_values if cache is None else cache)
-    batch, rows = input_ids.shape
+    cache = past_key_values if cache is None else cache
+    kept = self.config.use_cache if use_cache is None else use_cache
+    if cache is None and kept:
+        cache = DynamicCache()
+    known = HeldLayer() if cache is None else held_layer(cache)
     start = known.get_seq_length()
-    if start == 0 or input_ids.device.type == "cpu":  # on a GPU a step must not wait for the host
-        _agree(self, input_ids)
+    ids = _checked(self, input_ids, attention_mask, start, others)
+    batch, rows = ids.shape
+    _check_past(self, known, batch)
+    if start == 0 or ids.device.type == "cpu":  # on a GPU a step must not wait for the host
+        _agree(self, ids)
     padded = rows if rows == 1 else max(SHORTEST, 1 << (rows - 1).bit_length())
-    if position_ids is None:
-        position_ids = torch.arange(start, start + rows, device=input_ids.device)
-    position_ids = position_ids.expand(batch, rows)
     extra = (0, padded - rows)
+    given = position_ids
+    if position_ids is None:
+        position_ids = torch.arange(start, start + rows, device=ids.device)
+    position_ids = position_ids.expand(batch, rows)
+    alone = attention_mask is None and cache is None and given is not None
+    sequences = _sequences(position_ids, padded) if alone else None
+    masks = _masks(self, attention_mask, sequences, known, ids, padded)
+    like = torch.empty(0, dtype=self.dtype, device=ids.device)
     pad = torch.nn.functional.pad
-    masks = _masks(self, attention_mask, batch, start, rows, padded, known)
-    like = torch.empty(0, dtype=self.dtype, device=input_ids.device)
     cos, sin = self.kinds.angles(self.model.rotary_emb, like, pad(position_ids, extra))
     past = (known.held.tensor,) if known.held is not None and start else ()
-    keep = _kept(logits_to_keep, rows, padded).to(input_ids.device)
-    logits, new = self.spmd(pad(input_ids, extra), cos, sin, masks, past, keep)
-    if use_cache is not False:
+    keep = _kept(logits_to_keep, rows, padded).to(ids.device)
+    logits, new = self.spmd(pad(ids, extra), cos, sin, masks, past, keep)
+    if cache is not None:
         known.append(new, rows)
-    given: Any = {CACHE: None if use_cache is False else known}
-    return CausalLMOutputWithPast(logits=logits[:, :rows], **given)
+    logits, loss = logits[:, :rows].contiguous(), None
+    if labels is not None:
+        options = {"vocab_size": self.config.vocab_size, "num_items_in_batch": num_items_in_batch}
+        loss = self.loss_function(logits=logits, labels=labels, **options)
+    filled: Any = {CACHE: cache}
+    return CausalLMOutputWithPast(loss=loss, logits=logits, **filled)
+
+
+def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """What the decoder of a parallelized model does when it is called by itself."""
+    del args, kwargs
+    raise UnsupportedError(
+        f"{type(self).__name__} runs as a part of a parallelized model only",
+        help="call the model, which gives logits",
+    )
+
+
+def prepare_cache(
+    self: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
+) -> None:
+    """As transformers' own; what `generate` asks the cache about, the parallelized one answers."""
+    type(self)._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
+    if model_kwargs.get(CACHE) is not None:
+        held_layer(model_kwargs[CACHE])
+
+
+def _checked(
+    model: Any, ids: Tensor | None, mask: Any, start: int, others: Mapping[str, Any]
+) -> Tensor:
+    """``ids``, if a parallelized model can do what was asked."""
+    asked = {name for name, value in others.items() if value is not None and value is not False}
+    asked -= {"return_dict", "cache_position"}
+    for name in ("output_hidden_states", "output_attentions"):
+        if getattr(model.config, name, False):
+            asked.add(name)
+    if ids is None or asked:
+        raise UnsupportedError(
+            f"a parallelized model does not take {', '.join(sorted(asked)) or 'no input_ids'}",
+            help="it takes input_ids, attention_mask, position_ids, labels, logits_to_keep and "
+            f"{CACHE}",
+        )
+    if ids.dim() != 2 or not ids.numel():
+        raise SpecError(f"input_ids are {[*ids.shape]}, not [batch, rows] of one or more")
+    wanted = [ids.shape[0], start + ids.shape[1]]
+    if mask is not None:
+        shape = [*mask.shape] if isinstance(mask, Tensor) else []
+        if len(shape) != 2 or shape[0] != wanted[0] or shape[1] < wanted[1]:
+            found = shape or f"a {type(mask).__name__}"
+            raise SpecError(
+                f"attention_mask is {found}, where [batch, past + rows] is {wanted}",
+                help="it is 1 for tokens and 0 for padding, of the past too",
+            )
+    if model.training and getattr(model.config, "attention_dropout", 0):
+        raise UnsupportedError(
+            "a parallelized model has no dropout", help="set config.attention_dropout = 0"
+        )
+    if model.model._forward_hooks or model.model._forward_pre_hooks:
+        raise UnsupportedError(
+            f"hooks of {type(model.model).__name__} would not be called in a parallelized model",
+            help="set them on the model or on layers",
+        )
+    return ids
+
+
+def _check_past(model: Any, known: HeldLayer, batch: int) -> None:
+    """SpecError where a cache was filled by another batch or model."""
+    if known.held is not None and known.get_seq_length():
+        found, wanted = known.held.tensor.shape, (len(model.model.layers), batch)
+        if (found[0], found[2]) != wanted:
+            raise SpecError(
+                f"the cache holds {found[0]} layers of a batch of {found[2]}, this call has "
+                f"{wanted[0]} of a batch of {wanted[1]}"
+            )
 
 
 def _agree(model: Any, ids: Tensor) -> None:
-    """CollectiveMismatchError on all ranks where they were not given the same tokens."""
-    embed = model.model.embed_tokens
+    """CollectiveMismatchError on all ranks where they were not given the same tokens; SpecError
+    where there is no such token.
+    """
+    embed, tokens = model.model.embed_tokens, ids.tolist()
     where = ProgramMesh.world(embed.axis) if embed.mesh is None else ProgramMesh.of(embed.mesh)
     group = current().group(where.members((embed.axis,)))
     if group.size > 1:
-        tokens = ids.tolist()
         number, shown = zlib.crc32(str(tokens).encode()), str(tokens[0][-8:])
         what = f"{type(model).__name__} on {ids.shape[0]}x{ids.shape[1]} tokens ending in {shown}"
         group.sync(f"{what} ({number:08x})")
-
-
-def _own_cache(cache: Cache | None) -> HeldCache:
-    """``cache`` if it is one of ours; a new one for None or an empty one that `generate` made."""
-    if isinstance(cache, HeldCache):
-        return cache
-    if cache is not None and cache.get_seq_length():
-        raise UnsupportedError(
-            f"a {type(cache).__name__} that holds keys of whole heads cannot be split over ranks",
-            help="pass no cache at first, then the one that came back",
-        )
-    return HeldCache()
+    unknown = next((token for row in tokens for token in row if not 0 <= token < embed.words), None)
+    if unknown is not None:
+        raise SpecError(f"token {unknown} is not one of the {embed.words} words of the model")
 
 
 def _kept(logits_to_keep: int | Tensor, rows: int, padded: int) -> Tensor:
@@ -253,37 +283,52 @@ def _kept(logits_to_keep: int | Tensor, rows: int, padded: int) -> Tensor:
     return torch.arange(rows - logits_to_keep, rows) if logits_to_keep else torch.arange(padded)
 
 
+def _sequences(position_ids: Tensor, padded: int) -> Tensor | None:
+    """Which rows are of one sequence, ``[batch, rows, rows]``, where positions start again within
+    rows: without mask and cache, that means packed sequences to transformers.
+    """
+    jumps = torch.nn.functional.pad(
+        position_ids.diff(dim=1) != 1, (1, padded - position_ids.shape[1])
+    )
+    if not jumps.any():
+        return None
+    number = jumps.cumsum(1)
+    return number.unsqueeze(2) == number.unsqueeze(1)
+
+
 def _masks(
     model: Any,
     attention_mask: Tensor | None,
-    batch: int,
-    start: int,
-    rows: int,
+    sequences: Tensor | None,
+    known: HeldLayer,
+    ids: Tensor,
     padded: int,
-    cache: HeldCache,
 ) -> tuple[Tensor | None, ...]:
     """What each kind of layer adds to its scores: ``[batch, 1, rows, capacity + rows]``; None is
     plain causal, with no past.
     """
+    (batch, rows), start, device = ids.shape, known.get_seq_length(), ids.device
+    capacity = known.held.capacity if known.held is not None and start else 0
     everything = attention_mask is None or bool(attention_mask.all())
     capped = getattr(model.config, "attn_logit_softcapping", None) is not None
-    capacity = cache.held.capacity if cache.held is not None and start else 0
-    device, lowest = model.device, torch.finfo(model.dtype).min
     row = torch.arange(padded, device=device)
     seen = torch.zeros(batch, padded, capacity + padded, dtype=torch.bool, device=device)
     seen[:, :, :start] = True
     seen[:, :, capacity:] = row[:, None] >= row
+    if sequences is not None:
+        seen &= sequences
     if attention_mask is not None and not everything:
-        seen[:, :, :start] &= attention_mask[:, None, :start].bool()
-        seen[:, :, capacity : capacity + rows] &= attention_mask[:, None, start:].bool()
+        there = attention_mask[:, None, : start + rows].bool()
+        seen[:, :, :start] &= there[..., :start]
+        seen[:, :, capacity : capacity + rows] &= there[..., start:]
     key = torch.cat((torch.arange(capacity, device=device), start + row))
     zero = torch.zeros((), dtype=model.dtype, device=device)
     masks: list[Tensor | None] = []
     for kind in model.kinds.all:
         narrow = kind.window is not None and start + padded > kind.window
-        if not (start or narrow or capped) and everything:
+        if not (start or narrow or capped) and everything and sequences is None:
             masks.append(None)
             continue
         near = seen & (key > start + row[:, None] - kind.window) if narrow else seen
-        masks.append(zero.where(near, lowest).unsqueeze(1))
+        masks.append(zero.where(near, torch.finfo(model.dtype).min).unsqueeze(1))
     return tuple(masks)

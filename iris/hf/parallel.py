@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from fnmatch import fnmatch
-from types import MethodType
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -76,16 +76,18 @@ def parallelize(
         mesh = mesh[axis]
     with torch.no_grad():
         _Cutter(model, axis, mesh, weights).run()
-    layers: Any = model.get_submodule("model.layers")
-    for layer in layers:
-        layer.forward = MethodType(decoder.layer_forward, layer)
+    body: Any = model.get_submodule("model")
+    for layer in body.layers:
+        layer.forward = partial(decoder.layer_forward, layer)
+    body.forward = partial(decoder.refuse, body)
     past = P(None, None, None, axis)
     specs = {name: P() for name in ("ids", "cos", "sin", "masks", "keep")} | {"past": past}
     name = type(model).__name__
     program = spmd(mesh=mesh, in_specs=specs, out_specs=(P(), None), name=name)(decoder.decode)
-    setattr(model, "kinds", kinds)  # noqa: B010
-    setattr(model, "spmd", program.__get__(model))  # noqa: B010
-    setattr(model, "forward", MethodType(decoder.forward, model))  # noqa: B010
+    own: dict[str, Any] = {"kinds": kinds, "spmd": program.__get__(model)}
+    own["forward"] = partial(decoder.forward, model)
+    own["_prepare_cache_for_generation"] = partial(decoder.prepare_cache, model)
+    vars(model).update(own)
     return model
 
 

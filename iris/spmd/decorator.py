@@ -284,6 +284,12 @@ class SpmdMethod:
         self._function, self._instance = function, instance
         self.__wrapped_spmd__ = types.MethodType(function._fn, instance)
 
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._function, self._instance
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        SpmdMethod.__init__(self, *state)
+
     @property
     def programs(self) -> "tuple[Program, ...]":
         """Every program traced for this instance and still kept, the oldest first."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import KINDS, ask, check, tiny
 
 import iris
 from iris.generate import __main__ as command, models, worker
@@ -24,20 +25,6 @@ pytestmark = [
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
-TOKENS = 6
-WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
-KINDS = {
-    "llama": {"tie_word_embeddings": True},
-    "mistral": {"sliding_window": 6},
-    "qwen2": {"use_sliding_window": False},  # biases on q, k and v
-    "qwen3": {"head_dim": 8, **WINDOWS},  # norms of heads
-    "smollm3": {"no_rope_layer_interval": 2},  # layers without positions
-    "gemma": {"head_dim": 8},  # GEGLU, norms of one and more, scaled embeddings
-    "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6},  # bounded scores
-    "gemma3_text": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6},  # two angles
-}
-
-
 SLOW = ("llama", "mistral", "qwen2", "smollm3", "gemma")
 
 
@@ -45,51 +32,6 @@ def slow(values):
     """A case that `make test` leaves out: it takes ten seconds or more."""
     many = values if isinstance(values, tuple) else (values,)
     return pytest.param(*many, marks=pytest.mark.slow)
-
-
-def tiny(kind, heads=9, kv_heads=3, **options):
-    """A small model with random weights, the same in every process."""
-    config = transformers.AutoConfig.for_model(
-        kind,
-        vocab_size=61,
-        hidden_size=8 * heads,
-        intermediate_size=50,
-        num_hidden_layers=3,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-        **(KINDS[kind] | options),
-    )
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():  # larger than they are initialised: clear winners
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.2)
-    return model.eval()
-
-
-def ask(model, ids, mask=None, tokens=TOKENS, **options):
-    """Greedy tokens and the logits of every step."""
-    mask = torch.ones_like(ids) if mask is None else mask
-    found = model.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        max_new_tokens=tokens,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **({"do_sample": False} | options),
-    )
-    return found.sequences, torch.stack(found.logits)
-
-
-def check(by_rank, expected, close=1e-4):
-    """Every rank gave the expected tokens and logits for every prompt."""
-    for found in by_rank:
-        for (tokens, logits), (others, other_logits) in zip(found, expected, strict=True):
-            assert torch.equal(tokens, others)
-            torch.testing.assert_close(logits, other_logits, rtol=close, atol=close)
 
 
 def _tiny(kind, heads, kv_heads, prompts):
