@@ -34,7 +34,12 @@ _REPLY = struct.Struct("<qqq")  # number of the request, value, errno
 _RUNNING = -1
 _LOOK_SECONDS = 1.0
 # What programs need and `import iris` leaves out: slow to import, so done once, before the forks.
-_PRELOADED = ("iris.spmd.program", "iris.spmd.stages", "torch.distributed.tensor")
+_PRELOADED = (
+    "iris.spmd.compiling",
+    "iris.spmd.stages",
+    "torch.distributed.tensor",
+    "torch._dynamo.config",  # a trace loads it, and so all of Dynamo
+)
 
 # Variables that libraries read when they are imported. All others reach a rank after the fork.
 _READ_AT_IMPORT = ("KMP_", "LD_", "MKL_", "OMP_", "PYTHON", "PYTORCH_", "TORCH", "TRITON_")
