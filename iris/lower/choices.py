@@ -1,6 +1,6 @@
 """How each stage of a program is computed, and why."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -94,7 +94,8 @@ class Choose:
     kernels are chosen wherever there are any. What was ``measured`` goes before what is predicted,
     and ``config`` before both. ``engine`` says that copies reach peers beside a kernel.
     ``choices`` then says why, also of collectives outside stages, by the name of a first output.
-    Ranks compare what they chose before they run it.
+    Ranks compare what they chose before they run it. ``agreed`` are algorithms for all of those,
+    in order, where ranks had chosen by shards of different sizes.
     """
 
     lowering: str
@@ -102,14 +103,16 @@ class Choose:
     measured: Times
     config: StageConfig | None = None
     engine: bool = False
+    agreed: Sequence[str] = ()
     choices: Mapping[str, Choice] = field(default_factory=dict)
     __name__ = "choose"
 
     def __call__(self, graph: Graph) -> Graph:
+        nodes = [node for node in graph.nodes if node.body or node.op in COLLECTIVES]
+        agreed = self.agreed or [""] * len(nodes)
         self.choices = {
-            node.outputs[0].name: self._choice(node, graph)
-            for node in graph.nodes
-            if node.body or node.op in COLLECTIVES
+            node.outputs[0].name: self._choice(node, graph, way)
+            for node, way in zip(nodes, agreed, strict=True)
         }
         return graph.with_nodes(tuple(map(self._noted, graph.nodes)))
 
@@ -119,7 +122,7 @@ class Choose:
         algorithm = self.choices[node.outputs[0].name].algorithm
         return replace(node, attrs=(("algorithm", algorithm),))
 
-    def _choice(self, node: Node, graph: Graph) -> Choice:
+    def _choice(self, node: Node, graph: Graph, agreed: str) -> Choice:
         if not node.body:
             if self.lowering == "triton":
                 return Choice("kernel", "one launch over the shared heap")
@@ -137,7 +140,9 @@ class Choose:
         if not times and self.profile is not None:
             times = predict(found, graph.types, graph.mesh, self.profile)
         times = {way: time for way, time in times.items() if way in (*ways, "unfused")}
-        way, why = self._best(ways, times, text in self.measured)
+        way, why = agreed, "agreed by ranks whose shards differ"
+        if not agreed:
+            way, why = self._best(ways, times, text in self.measured)
         candidates = tuple(sorted(times.items(), key=lambda item: item[1]))
         if way == "unfused":
             choice = self._unfused(node, graph, why, candidates)

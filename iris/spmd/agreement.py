@@ -3,7 +3,7 @@
 import itertools
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from iris.errors import CollectiveMismatchError, SpecError, TraceError
 from iris.graph.nodes import Graph, Node, Ref
@@ -15,6 +15,9 @@ from iris.runtime.context import current
 from iris.runtime.groups import Group
 from iris.spmd.mesh import ProgramMesh
 from iris.spmd.specs import Leaf
+
+if TYPE_CHECKING:
+    from iris.spmd.program import Program
 
 T = TypeVar("T")
 
@@ -94,14 +97,32 @@ def agreed(group: Group | None, what: str, make: Callable[[], T]) -> T:
     return value
 
 
-def agree_on_graph(
-    graph: Graph, chosen: Sequence[str], group: Group | None, alike: bool = True
-) -> None:
+def agree_on_choices(program: "Program", group: Group | None) -> None:
+    """Where ranks, by shards that differ in size, chose differently, a stage runs unfused if one of
+    them chose that, which all can, and else as the first rank chose.
+    """
+    if group is None or group.size == 1:
+        return
+    parts = program.parts or (program,)
+    mine = [[choice.algorithm for choice in part.choices.values()] for part in parts]
+    found: Any = group.exchange_object(f"choices of {program.options.name}", mine)
+    if all(other == mine for other in found):
+        return
+    if any([*map(len, other)] != [*map(len, mine)] for other in found):
+        return  # they traced different programs, and will be told so
+    for part, chosen in zip(parts, zip(*found, strict=True), strict=True):
+        ways = zip(*chosen, strict=True)
+        part.choose_again(["unfused" if "unfused" in way else way[0] for way in ways])
+
+
+def agree_on_graph(program: "Program", group: Group | None) -> None:
     """All ranks traced one graph and chose alike, or all raise with the first line that differs."""
     if group is None or group.size == 1:
         return
-    text = f"{shared_text(graph, alike)}\nstages run as: {', '.join(chosen)}"
-    texts = group.exchange_object(f"graph of {graph.name}", text)
+    parts = program.parts or (program,)
+    chosen = ", ".join(str(choice) for part in parts for choice in part.choices.values())
+    text = f"{shared_text(program.graph, program.options.alike)}\nstages run as: {chosen}"
+    texts = group.exchange_object(f"graph of {program.graph.name}", text)
     sent = not text.startswith("graph ")  # only effects are compared
     for rank, other in zip(group.ranks, texts, strict=True):
         if other != texts[0]:
@@ -110,8 +131,8 @@ def agree_on_graph(
             )
             a, b = next((a, b) for a, b in pairs if a != b)
             raise TraceError(
-                f"{graph.name}: ranks traced different programs; the first line that differs:\n"
-                f"  rank {group.ranks[0]}: {a.strip()}\n  rank {rank}: {b.strip()}",
+                f"{program.graph.name}: ranks traced different programs; the first line that "
+                f"differs:\n  rank {group.ranks[0]}: {a.strip()}\n  rank {rank}: {b.strip()}",
                 help=SAME_SHAPE if sent and "]~" in a + b else NO_BRANCH,
             )
 

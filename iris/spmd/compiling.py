@@ -27,7 +27,14 @@ from iris.lower.dtypes import dtype_name
 from iris.lower.tuned import Measured, of_group
 from iris.runtime.context import current
 from iris.runtime.groups import Group
-from iris.spmd.agreement import agree_on_graph, agreed, group_of, one_rank_retraces, resolve_types
+from iris.spmd.agreement import (
+    agree_on_choices,
+    agree_on_graph,
+    agreed,
+    group_of,
+    one_rank_retraces,
+    resolve_types,
+)
 from iris.spmd.arguments import Arguments, graph_names
 from iris.spmd.binding import Bases, from_bases, overlapping, with_bases
 from iris.spmd.context import TraceContext
@@ -79,10 +86,9 @@ class Compiler:
         if not (mesh is not None and mesh.abstract) and self._lowering(mesh) == "triton":
             self.measured = of_group(current(), group or current().world)
         program = agreed(group, f"trace of {self.name}", lambda: self._program(mesh))
-        run = program.parts or (program,)
-        chosen = [str(choice) for part in run for choice in part.choices.values()]
         everyone = group or group_of(program.mesh)
-        agree_on_graph(program.graph, chosen, everyone, self.options.alike)
+        agree_on_choices(program, everyone)
+        agree_on_graph(program, everyone)
         program.signature = types
         return program
 
@@ -283,9 +289,8 @@ class Compiler:
             traced.outputs,
             traced.out_tree,
             tuple(replace(leaf, value=leaf.value.detach().to("meta")) for leaf in leaves),
+            choose,
             self.bases,
-            choose.choices,
-            lowering,
             dump,
         )
 

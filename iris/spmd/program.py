@@ -3,7 +3,7 @@
 import weakref
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from iris.errors import HeapExhaustedError, UnsupportedError
 from iris.graph.nodes import Graph
 from iris.graph.types import TensorType
-from iris.lower.choices import Choice
+from iris.lower.choices import Choice, Choose
 from iris.lower.epilogue import generate
 from iris.lower.program import Executable, build
 from iris.lower.replay import Runner
@@ -40,9 +40,8 @@ class Program:
     outputs: tuple[Output, ...]
     out_tree: pytree.TreeSpec
     leaves: tuple[Leaf, ...]  # the tensors among the arguments, as meta tensors
+    choose: Choose  # the pass that made ``fused``
     bases: Bases = ()  # leaves that share memory, where the program writes
-    choices: Mapping[str, Choice] = field(default_factory=dict)
-    lowering: str = "torch"
     dump: Dump | None = None
     signature: tuple[TensorType, ...] | None = None  # global types of all that has a spec
     executable: Executable | None = None
@@ -66,6 +65,16 @@ class Program:
     def parts(self) -> "tuple[Program, ...]":
         """The programs that run in its place."""
         return ()
+
+    @property
+    def choices(self) -> Mapping[str, Choice]:
+        """How its stages are computed, by the name of a first output."""
+        return self.choose.choices
+
+    def choose_again(self, algorithms: Sequence[str]) -> None:
+        """Take ``algorithms``, in the order of ``choices``, in place of those chosen."""
+        self.choose = replace(self.choose, agreed=algorithms)
+        self.fused = self.choose(self.fused)
 
     @property
     def sizes_differ(self) -> bool:
@@ -140,7 +149,9 @@ def prepare(program: Program) -> None:
     prepared = group.kept.setdefault("programs", weakref.WeakSet())
     while program.executable is None:
         try:
-            program.executable = build(program.fused, program.choices, place, program.lowering)
+            program.executable = build(
+                program.fused, program.choices, place, program.choose.lowering
+            )
         except HeapExhaustedError:  # on all ranks alike, as is the order of calls
             if not prepared:
                 raise

@@ -66,7 +66,7 @@ def tune(fn: SpmdFunction | SpmdMethod | Any, *args: Any, **kwargs: Any) -> Tuni
             f"{name}: tune calls the program many times, and it writes to its arguments",
             help="tune a function that returns the new values instead",
         )
-    if program.lowering == "torch":
+    if program.choose.lowering == "torch":
         raise UnsupportedError(
             f"{name}: its stages run as torch ops, which have one way",
             help='tune where there is a GPU, or a program with lowering="triton"',

@@ -13,7 +13,7 @@ from iris import P
 from iris.errors import UnsupportedError
 from iris.lower import tuned
 from iris.lower.cost import profile_of
-from iris.testing import small_integers
+from iris.testing import shard, small_integers
 
 pytestmark = pytest.mark.ranks
 
@@ -146,6 +146,38 @@ def test_another_users_profile_is_ignored(tmp_path, caplog):
     os.chown(path, 12345, -1)
     assert tuned._read(path, tuned._profile, None) is None
     assert f"{path} is ignored: it belongs to another user" in caplog.text
+
+
+def _uneven_backward():
+    """What rank 0 has measured is of its own shards, and other ranks have smaller ones."""
+    ctx = iris.iris(1 << 22)
+
+    @iris.spmd(in_specs=(P(None, "tp"), P("tp")), out_specs=P("tp"), lowering="triton")
+    def down(x, w):
+        return iris.reduce_scatter(x @ w, "tp")
+
+    x, w = small_integers((4, 5)), small_integers((5, 3), seed=1)
+    ways = []
+    for _ in range(2):
+        shards = shard(x, 1, ctx.cur_rank, 2), shard(w, 0, ctx.cur_rank, 2)
+        mine = [part.clone().requires_grad_() for part in shards]
+        down(*mine).square().sum().backward()
+        due = 2 * (x @ w) @ w.t(), 2 * x.t() @ (x @ w)
+        for part, whole, dim in zip(mine, due, (1, 0), strict=True):
+            assert torch.equal(part.grad, shard(whole, dim, ctx.cur_rank, 2))
+        (program,) = down.programs
+        choices = [choice for choice in program.backward.choices.values() if choice.stage]
+        ways.append([choice.algorithm for choice in choices])
+        for stage in ctx.world.exchange_object("stages", [choice.stage for choice in choices])[0]:
+            tuned.of_group(ctx, ctx.world).times[stage] = {"fused": 2.0, "unfused": 1.0}
+        down.forget()
+    return ways
+
+
+def test_ranks_of_uneven_shards_run_a_backward_alike(ranks):
+    fused, unfused = ranks(2).run(_uneven_backward)[0]
+    assert set(fused) == {"fused"}
+    assert set(unfused) == {"unfused"}
 
 
 def _refused():
