@@ -43,11 +43,11 @@ def gemm_kernel(
     T: tl.constexpr,
 ):  # fmt: skip
     """``out = a @ b.T``."""
-    epoch, number = enter(state)
+    epoch, turn, number = enter(state)
     left = (a, M, a_row, a_k, 0)
     right = (b, N, b_row, b_k)
     nobody = (None, 0, None)  # to wait for
     plan = (heads, table, scratch, counts, epoch, team(state), nobody)
     env = (M, N, (out, out_row, out_column))
     run_segments(left, right, right, K, plan, number, nothing, _emit, nothing, env, epilogue, T)
-    leave(state, epoch)
+    leave(state, epoch, turn)

@@ -18,6 +18,7 @@ from iris.device.target import (
     carry_over,
     clock,
     device_function,
+    jot,
     load_acquire,
     places,
     spread,
@@ -168,9 +169,9 @@ def _tell_slow(record, stage, epoch, polls):
     Scalars only: a block of flags would be kept in registers through the loop of a product.
     """
     tell = _told(record)
-    tl.store(tell + TOLD_STAGE, tl.cast(stage, tl.int64))
-    tl.store(tell + TOLD_EPOCH, tl.cast(epoch, tl.int64))
-    tl.store(tell + LOOKS, tl.cast(polls, tl.int64))
+    jot(tell + TOLD_STAGE, tl.cast(stage, tl.int64))
+    jot(tell + TOLD_EPOCH, tl.cast(epoch, tl.int64))
+    jot(tell + LOOKS, tl.cast(polls, tl.int64))
 
 
 @device_function

@@ -175,6 +175,11 @@ def _interpreted_carry_over(ptr: Any, source: Any) -> Any:
         return tl.atomic_max(ptr, tl.load(source), sem="acq_rel", scope="sys")
 
 
+def _interpreted_jot(ptr: Any, value: Any) -> None:
+    with _polling():
+        tl.store(ptr, value)
+
+
 @tl.core.extern
 def _compiled_waited(ptr: Any, epoch: Any, mask: Any, state: Any, _semantic: Any = None) -> Any:
     return None
@@ -201,6 +206,8 @@ now = _interpreted_now if INTERPRETED.value else _compiled_now
 multiprocessor = _interpreted_multiprocessor if INTERPRETED.value else _compiled_multiprocessor
 waited = _interpreted_waited if INTERPRETED.value else _compiled_waited
 carry_over = _interpreted_carry_over if INTERPRETED.value else _compiled_carry_over
+# Store what a wait says of itself.
+jot = _interpreted_jot if INTERPRETED.value else tl.store
 load_acquire = _interpreted_load_acquire if INTERPRETED.value else _compiled_load_acquire
 
 

@@ -125,7 +125,7 @@ class FusedCall:
             site, [operands.function for operands in self.operands]
         )
         self.work = self.stage.workspace
-        self.workspace = self.work.block.nbytes
+        self.workspace = self.work.nbytes
 
     def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
         tensors = iter(given)

@@ -2,7 +2,7 @@
 program shows.
 
 Every node becomes one line. Pure ops are torch calls; a collective or a fused stage is a call of
-an object made at compile time, which owns its workspace and its place in the group's order.
+an object made at compile time, which has its workspace and its place in the group's order.
 """
 
 import functools
@@ -10,7 +10,7 @@ import linecache
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from keyword import iskeyword
 from typing import Any
 
@@ -37,7 +37,7 @@ class Step:
     ``device`` is where, if the line says so. ``on_host`` says why the host takes part in it.
     ``once`` is for communication, which peers take part in. ``nbytes`` are of what it allocates;
     what a ``view`` makes lies in the first value that it uses. ``workspace`` are bytes that its
-    kernel has on the heap.
+    kernel uses on the heap, in turns with those of other steps.
     """
 
     text: str
@@ -84,7 +84,15 @@ class Executable:
 
 def build(graph: Graph, choices: Mapping[str, Choice], place: Place, lowering: str) -> Executable:
     """Compile ``graph`` for one rank. Collective: all ranks of the mesh build the same graph."""
-    return _Writer(graph, choices, place, lowering).build()
+    writer = _Writer(graph, choices, place, lowering)
+    if lowering != "triton":
+        return writer.build()
+    from iris.lower.kernels.workspace import shared  # brings in triton
+
+    with shared() as arenas:
+        executable = writer.build()
+    heap = executable.workspace + sum(arena.nbytes for arena in arenas.values())
+    return replace(executable, workspace=heap)
 
 
 @dataclass
@@ -109,7 +117,6 @@ class _Writer:
         values_text = "".join(f"{self._text(arg)}, " for arg in values)
         text = self._function(self._name(), inputs, self._lines(steps), values_text)
         workspace = sum(2 * group.staging(1).nbytes for group in self.groups)
-        workspace += sum(step.workspace for step in steps)
         needed = tuple(dict.fromkeys(arg.name for arg in values if isinstance(arg, Ref)))
         last = self._compile(self._function("result", needed, (), values_text), "result")
         result = Part(last, needed, ())

@@ -102,7 +102,7 @@ class KernelCollective:
         self.stage, self.shape, self.dtype, self.device = stage, shape, dtype, ctx.device
         self.empty: Callable[..., Tensor] = torch.empty if ctx.checks is None else nans
         self.dry = 0
-        self.workspace: int = stage.workspace.block.nbytes
+        self.workspace: int = stage.workspace.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         out = self.empty(self.shape, dtype=self.dtype, device=self.device)

@@ -22,6 +22,7 @@ from iris.lower.kernels.host import rows_of
 from iris.lower.kernels.matmul_all_gather import MatmulAllGather
 from iris.lower.kernels.matmul_all_reduce import MatmulAllReduce
 from iris.lower.kernels.matmul_reduce_scatter import MatmulReduceScatter
+from iris.lower.kernels.workspace import shared
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(120)]
 
@@ -103,6 +104,25 @@ def test_stages_as_they_are_have_no_race(ranks, world, M):
     ranks(world).run(checked, run_stages, KINDS, M, timeout=100)
 
 
+def run_in_turn(kinds):
+    """Stages of one arena, one after another, several times."""
+    ctx = iris.iris(1 << 21)
+    with shared() as arenas:
+        launches = [stage(ctx, kind, 20) for kind in kinds]
+    assert len(arenas) == 1
+    for call in range(CALLS):
+        for late, launch in enumerate(launches):
+            if ctx.cur_rank == (late + call) % ctx.num_ranks:
+                time.sleep(0.01)
+            launch(call)
+    ctx.check()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_stages_that_take_turns_have_no_race(ranks, world):
+    ranks(world).run(checked, run_in_turn, KINDS)
+
+
 def run_norms():
     """What the stages above have none of: columns that are gathered, norms."""
     ctx = iris.iris(1 << 21)
@@ -134,8 +154,18 @@ def single(real):
     """``enter`` of a stage that uses one half of its staging only."""
 
     def enter(state):
-        epoch, number = real(state)
-        return 2 * epoch, number
+        epoch, turn, number = real(state)
+        return epoch, 2 * turn, number
+
+    return enter
+
+
+def own_turn(real):
+    """``enter`` of a stage that uses its halves in turn, whatever others of its arena do."""
+
+    def enter(state):
+        epoch, _, number = real(state)
+        return epoch, epoch, number
 
     return enter
 
@@ -146,7 +176,7 @@ def unordered(real):
     def finished(state, work, count, total, number):
         last = (total == 0) & (number == 0)
         if count > 0:
-            before = tl.atomic_add(state + 5 + 2 * work, count, sem="relaxed", scope="gpu")
+            before = tl.atomic_add(state[0] + 5 + 2 * work, count, sem="relaxed", scope="gpu")
             last = before + count == total
         return last
 
@@ -205,6 +235,27 @@ def test_a_planted_fault_is_found(ranks, kind, module, faults, sides):
     assert texts[0] == texts[1]
     first, second = sides.split()
     assert re.search(rf"\n  rank \d {first} at .*\n  rank \d {second} at ", texts[0]), texts[0]
+
+
+def plant_turns(kinds):
+    """Run stages of one arena, each of which goes by turns of its own; return what is found."""
+    modules = [importlib.import_module(f"iris.lower.kernels.{kind}") for kind in kinds]
+    real = [module.enter for module in modules]
+    for module in modules:
+        module.enter = own_turn(module.enter)
+    try:
+        run_in_turn(kinds)
+    except iris.CheckError as error:
+        return str(error)
+    finally:
+        for module, enter in zip(modules, real, strict=True):
+            module.enter = enter
+    return ""
+
+
+def test_stages_that_do_not_take_turns_are_found(ranks):
+    for text in ranks(2).run(checked, plant_turns, ("all_gather_matmul", "matmul_reduce_scatter")):
+        assert re.search(r"\n  rank \d read at .*\n  rank \d wrote at ", text), text
 
 
 @pytest.mark.parametrize("kind", ["all_gather_matmul", "matmul_reduce_scatter"])

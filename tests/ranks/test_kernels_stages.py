@@ -303,9 +303,9 @@ def epoch_case(epoch):
         ctx, ctx.world, M=4, N=4, K=40, dtype=torch.float32, config=SMALL
     )
     work = stage.workspace
-    flag_bytes = work.block.nbytes - work.local.numel()
-    work.block.tensor[:flag_bytes].view(torch.int32).fill_(epoch)
-    work.state[0] = epoch
+    flags, state, turn = work.counters[:3]
+    flags.view(torch.int32).fill_(epoch)
+    state[0] = turn[0] = epoch
     parts = stage.share.table[:, 5]
     cuts = stage.share.table[:, 7][parts > 1]
     for cut, count in zip(cuts.tolist(), parts[parts > 1].tolist(), strict=True):

@@ -1,4 +1,6 @@
-"""Memory of stages on the heap: two halves of what travels, and flags, whatever else they read."""
+"""Memory of stages on the heap: two halves of what travels, and flags, whatever else they read;
+of a program: what its largest stage needs.
+"""
 
 import pytest
 import torch
@@ -88,3 +90,26 @@ def test_an_unfused_stage_has_its_collectives_workspace(ranks):
     """Every rank publishes its own rows."""
     for heap in ranks(W).run(_unfused):
         assert 2 * 4 * M // W * K < heap <= 2 * 4 * M // W * K + FLAGS
+
+
+def _layers(depth):
+    """Heap of a chain of layers, and of each of its stages, before and after it ran."""
+    iris.iris(1 << 23)
+
+    @iris.spmd(in_specs=(ROWS, COLUMNS, ROWS), out_specs=ROWS, lowering="triton")
+    def chain(x, w, v):
+        for _ in range(depth):
+            h = F.relu(iris.all_gather(x, "tp", dim=0) @ w)
+            x = x + iris.reduce_scatter(h @ v, "tp", dim=0)
+        return x
+
+    operands = torch.ones(M // W, K), torch.ones(K, N), torch.ones(N, K)
+    compiled = chain.trace(*operands).lower().compile()
+    return compiled.memory().heap, [row.heap for row in compiled.explain().rows if row.heap]
+
+
+def test_stages_of_a_program_take_turns_in_one_workspace(ranks):
+    for depth in (1, 4):
+        for heap, each in ranks(W).run(_layers, depth):
+            assert len(each) == 2 * depth
+            assert max(each) <= heap <= 2 * 4 * M * K + 2 * depth * FLAGS

@@ -27,12 +27,10 @@ from iris.lower.kernels.host import (
     GroupLike,
     Share,
     Stage,
-    Workspace,
     can_store_tma,
     common_mode,
     interpreted,
     operand,
-    round_up,
     rows_of,
     shard_rows,
     target,
@@ -52,6 +50,7 @@ from iris.lower.kernels.protocol import (
     ticket,
     wait_members,
 )
+from iris.lower.kernels.workspace import Workspace, round_up
 
 
 @device_function
@@ -182,8 +181,8 @@ def all_gather_matmul_kernel(
     T: tl.constexpr,
 ):  # fmt: skip
     if dry == 0:
-        epoch, number = enter(state)
-        half = (epoch & 1) * M
+        epoch, turn, number = enter(state)
+        half = (turn & 1) * M
         source = (x, x_row, x_column)
         watch = (record, stage, trace)
         since = tracing.begin(watch)
@@ -230,7 +229,7 @@ def all_gather_matmul_kernel(
             meet(line[0], number, epoch, line[3], T.world, T.lanes)
         if T.engine:
             _settle(engine, rank, number, T.world)
-        leave(state, epoch)
+        leave(state, epoch, turn)
 
 
 class AllGatherMatmul(Stage):
@@ -269,17 +268,16 @@ class AllGatherMatmul(Stage):
         self.ld = round_up(max(1, self.K), 16)
         half = self.M * self.ld * dtype.itemsize
         what = f"all_gather_matmul of [{self.M}, {self.K}]"
-        self.workspace = Workspace(ctx, group, half, (1,), what)
         self.shard = shard_rows(self.K if T.by_columns else self.M, group.size)
         first_row = 0 if T.by_columns else group.index * self.shard
         self.queues = _queues(ctx, group) if T.engine else None
         self.share = Share.create(config, T, self.M, tiled, self.K, first_row, ctx.heap.device)
+        self.workspace = Workspace(ctx, group, half, (1,), what, scratch=self.share.scratch)
         self.workspace.counters.append(self.share.counts)
         self.epilogues = [*epilogues, *[identity] * (self.MAX_WEIGHTS - len(epilogues))]
         self.programs = self.share.programs
         self.options = {"num_warps": config.warps, "num_stages": config.stages}
-        halves = self.workspace.local[: 2 * half].view(dtype).view(2 * self.M, self.ld)
-        self.staged = halves[:, : self.K]
+        self.dtype = dtype
 
     @classmethod
     def create(
@@ -348,11 +346,14 @@ class AllGatherMatmul(Stage):
                 slots += [None, 0, 0, 0]
             slots += [target(out[i], T), *out[i].stride()] if i < len(out) else [None, 0, 0]
         work, share = self.workspace, self.share
-        a = operand(self.staged, a_mode, T.block_m, T.block_k) if a_mode else None
+        a = None
+        if a_mode:
+            staged = work.local.view(self.dtype)[: 2 * self.M * self.ld].view(-1, self.ld)
+            a = operand(staged[:, : self.K], a_mode, T.block_m, T.block_k)
         return [
             x, *x.stride(), *x.shape, work.staging, work.flags, work.state, *work.watch,
             self.queues, self.group.index, self.M, self.K, self.ld, self.shard, a, gathered,
-            share.heads, share.table, share.scratch, share.counts, *slots,
+            share.heads, share.table, work.scratch.view(share.acc), share.counts, *slots,
             *args, *[()] * (self.MAX_WEIGHTS - len(args)), *self.epilogues, T,
         ]  # fmt: skip
 

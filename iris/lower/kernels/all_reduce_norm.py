@@ -16,8 +16,9 @@ from iris.device import tracing
 from iris.device.target import device_function
 from iris.lower.kernels.config import TRITON_DTYPES, processors
 from iris.lower.kernels.gemm import identity
-from iris.lower.kernels.host import GroupLike, Stage, Workspace, round_up
+from iris.lower.kernels.host import GroupLike, Stage
 from iris.lower.kernels.protocol import enter, leave, peer, publish, ticket, wait
+from iris.lower.kernels.workspace import Workspace, round_up
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,8 @@ def all_reduce_norm_kernel(
     stage, trace, rank, M, N, ld, blocks, args, after: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     if dry == 0:
-        epoch, number = enter(state)
-        half = (epoch & 1).to(tl.int64) * R.world * M
+        epoch, turn, number = enter(state)
+        half = (turn & 1).to(tl.int64) * R.world * M
         watch = (record, stage, trace)
         since = tracing.begin(watch)
         _push_rows(
@@ -103,7 +104,7 @@ def all_reduce_norm_kernel(
             )
             block = ticket(state, 1) + tl.num_programs(0)
         tracing.end(watch, since, tracing.SUM)
-        leave(state, epoch)
+        leave(state, epoch, turn)
 
 
 class AllReduceNorm(Stage):

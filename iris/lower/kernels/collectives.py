@@ -17,7 +17,8 @@ from iris.errors import UnsupportedError
 from iris.lower.kernels.boxes import Piece, operand_box, pack_pieces
 from iris.lower.kernels.config import TRITON_DTYPES, processors
 from iris.lower.kernels.exchange import exchange_kernel
-from iris.lower.kernels.host import GroupLike, Stage, Workspace, round_up
+from iris.lower.kernels.host import GroupLike, Stage
+from iris.lower.kernels.workspace import Workspace, round_up
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NARROW = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -91,10 +92,8 @@ class Exchange(Stage):
         self.vector = math.gcd(16 // itemsize, *words)
         self.half = round_up(max(1, numel), 256)
         self.half_sums = round_up(self.share, 256) if two_shot else 0
-        self.workspace = Workspace(
-            ctx, group, (self.half + self.half_sums) * itemsize, (1, 1), what
-        )
-        self.sums = self.workspace.staging + 2 * self.half * itemsize
+        halves = self.half * itemsize, self.half_sums * itemsize
+        self.workspace = Workspace(ctx, group, halves[0], (1, 1), what, halves[1])
 
     def arguments(self, x: Tensor, *, out: Tensor) -> list[Any]:
         """The kernel's arguments. ``out`` is contiguous and does not overlap ``x``."""
@@ -105,7 +104,7 @@ class Exchange(Stage):
             vector = 1
         return [
             x.view(self.carrier), *box, out.view(self.carrier), self.pieces, self.blocks, x.numel(),
-            self.share, work.staging, self.sums, work.flags, work.state, *work.watch,
+            self.share, work.staging, work.sums, work.flags, work.state, *work.watch,
             self.group.index, self.half, self.half_sums, replace(self.moves, vector=vector),
         ]  # fmt: skip
 

@@ -164,8 +164,8 @@ def exchange_kernel(
     staging, sums, flags, state, record, stage, trace, rank, half, half_sums, X: tl.constexpr,
 ):  # fmt: skip
     if dry == 0:
-        epoch, number = enter(state)
-        parity = (epoch & 1).to(tl.int64)
+        epoch, turn, number = enter(state)
+        parity = (turn & 1).to(tl.int64)
         share = _whole(share, 16)
         start = parity * _whole(half, 16)
         mine = peer(flags, rank, tl.int32)
@@ -196,4 +196,4 @@ def exchange_kernel(
             since = tracing.begin(watch)
             _take_pieces(out, pieces, blocks, start, staging, number, state, X)
         tracing.end(watch, since, tracing.COLLECT)
-        leave(state, epoch)
+        leave(state, epoch, turn)

@@ -1,6 +1,6 @@
-"""What every stage has on the host: symmetric workspace, operands for kernels, the schedule."""
+"""What every stage has on the host: its launch, operands for kernels, the schedule."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,9 +11,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from iris.lower.kernels.config import TRITON_DTYPES, GemmConfig, Tiling
-from iris.lower.kernels.protocol import STATE_WORDS
 from iris.lower.kernels.schedule import make_schedule, tile_order
-from iris.runtime.devices import synchronize
+from iris.lower.kernels.workspace import Workspace
 
 POINTERS, TMA_K, TMA_R = 0, 1, 2  # as in gemm.py
 
@@ -26,10 +25,6 @@ class GroupLike(Protocol):
     size: int
 
     def sync(self, what: str) -> int: ...
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def shard_rows(rows: int, members: int) -> int:
@@ -91,7 +86,7 @@ class Stage:
     kernel: Any
     programs: int
     options: Mapping[str, int]
-    workspace: "Workspace"
+    workspace: Workspace
 
     def arguments(self, *operands: Any, **named: Any) -> Sequence[Any] | None:
         raise NotImplementedError
@@ -118,62 +113,6 @@ def _kind(argument: Any) -> Any:
     if isinstance(argument, int):
         return 1 if argument == 1 else (argument % 16 == 0, argument >> 31)
     return argument
-
-
-class Workspace:
-    """Symmetric staging (two halves of ``half`` bytes) and flags of a stage; its local counters.
-
-    ``staging`` and ``flags`` are int64[size]: where every member's are, as addressed from this
-    process. ``flags`` is how many each member writes in a run, for every run of them.
-    """
-
-    def __init__(
-        self, ctx: Any, group: GroupLike, half: int, flags: Sequence[int], what: str
-    ) -> None:
-        self._runs = flags
-        flag_bytes = round_up(max(1, 4 * group.size * sum(flags)), 256)
-        self.half = round_up(max(1, half), 256)
-        self.block = ctx.heap.allocate(flag_bytes + 2 * self.half, group)
-        self.counters = [self.block.tensor[:flag_bytes]]  # that begin at 0
-        self.counters[0].zero_()
-        self.device = self.block.tensor.device
-        self.local = self.block.tensor[flag_bytes:]
-        self.flags = torch.tensor(self.block.peers, dtype=torch.int64, device=self.device)
-        self.staging = self.flags + flag_bytes
-        self.state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=self.device)
-        self._ctx, self._ranks = ctx, group.ranks
-        self.named(what, what)
-        self.counters.append(self.state)
-        ctx.counting.add(self)
-        synchronize(self.device)
-        # No rank may set a flag before its owner has zeroed it.
-        group.sync(what)
-
-    def restart(self) -> None:
-        """Count launches from 0 again, when no rank is in any."""
-        for counter in self.counters:
-            counter.zero_()
-
-    def late(self, epoch: int, read: Callable[[Tensor], list[int]]) -> dict[int, int]:
-        """The ranks of whose flags one is an epoch behind, and where that is."""
-        words = iter(read(self.counters[0].view(torch.int32)))
-        writers = (rank for run in self._runs for rank in self._ranks for _ in range(run))
-        flags = zip(writers, words, strict=False)
-        return {rank: word for rank, word in flags if (epoch - word) % 2**32 == 1}
-
-    @property
-    def watch(self) -> tuple[Tensor, int, Tensor | None]:
-        """What waits and events take: the rank's record, this stage's number, the trace fields.
-
-        The fields are None, and nothing of events is compiled, while tracing is not enabled.
-        """
-        tracing = self._ctx.tracing
-        return self._ctx.watch.record, self._number, tracing.fields if tracing.enabled else None
-
-    def named(self, what: str, title: str) -> None:
-        """Call this ``what`` in errors, alike on all ranks, and ``title`` in timelines."""
-        self._number: int = self._ctx.watch.stage(what, self._ranks, self)
-        self._ctx.tracing.titles[self._number] = title
 
 
 def operand_mode(x: Tensor, tma: bool) -> int:
@@ -255,12 +194,13 @@ def tiles_of(M: int, N: int, T: Tiling) -> int:
 
 @dataclass(frozen=True)
 class Share:
-    """The schedule of a product on the device, and memory for the parts of cut tiles."""
+    """The schedule of a product on the device; ``scratch`` bytes hold the parts of cut tiles."""
 
     programs: int
     heads: Tensor
     table: Tensor
-    scratch: Tensor
+    scratch: int
+    acc: torch.dtype
     counts: Tensor
 
     @classmethod
@@ -288,12 +228,12 @@ class Share:
         cut = config.cut and (rows > 1 or sum(map(len, orders)) < programs)
         schedule = make_schedule(orders, max(1, -(-K // T.block_k)), programs, cut)
         heads, table = schedule.pack(device)
-        acc = torch.int32 if T.acc == tl.int32 else torch.float32
-        size = schedule.parts * T.zipped * T.block_m * T.block_n
+        scratch = 4 * schedule.parts * T.zipped * T.block_m * T.block_n
         return cls(
             programs,
             heads,
             table,
-            torch.empty(max(1, size), dtype=acc, device=device),
+            scratch,
+            torch.int32 if T.acc == tl.int32 else torch.float32,
             torch.zeros(max(1, 2 * schedule.cuts), dtype=torch.int32, device=device),
         )

@@ -39,8 +39,8 @@ def matmul_all_gather_kernel(
     after_args, epilogue: tl.constexpr, after: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     if dry == 0:
-        epoch, number = enter(state)
-        half = (epoch & 1).to(tl.int64) * M
+        epoch, turn, number = enter(state)
+        half = (turn & 1).to(tl.int64) * M
         if T.meet:
             greet(flags, rank, number, epoch, T.world, T.lanes)
         left = (a, m, a_row, a_k, 0)
@@ -61,7 +61,7 @@ def matmul_all_gather_kernel(
         tracing.end(watch, since, tracing.COLLECT)
         if T.meet:
             meet(line[0], number, epoch, line[3], T.world, T.lanes)
-        leave(state, epoch)
+        leave(state, epoch, turn)
 
 
 class MatmulAllGather(ProductStage):

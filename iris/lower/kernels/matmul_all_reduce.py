@@ -79,10 +79,10 @@ def matmul_all_reduce_kernel(
     after: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     if dry == 0:
-        epoch, number = enter(state)
+        epoch, turn, number = enter(state)
         size = (M, N)
         slot_rows = M if T.one_shot else shard
-        half = ((epoch & 1) * T.world).to(tl.int64) * slot_rows
+        half = ((turn & 1) * T.world).to(tl.int64) * slot_rows
         left = (a, M, a_row, a_k, 0)
         right = (b, N, b_row, b_k)
         watch = (record, stage, trace)
@@ -101,7 +101,7 @@ def matmul_all_reduce_kernel(
             )
             tracing.end(watch, since, tracing.SUM)
         else:
-            row0 = (epoch & 1).to(tl.int64) * T.world * shard
+            row0 = (turn & 1).to(tl.int64) * T.world * shard
             first_flag = T.world * (1 + tiles_in(M, N, T))
             each = tl.cdiv(shard, run) * across
             mine = (first_flag + rank * each, flags, epoch)
@@ -130,7 +130,7 @@ def matmul_all_reduce_kernel(
                 after, T,
             )  # fmt: skip
             tracing.end(watch, since, tracing.COLLECT)
-        leave(state, epoch)
+        leave(state, epoch, turn)
 
 
 class MatmulAllReduce(ProductStage):
@@ -167,10 +167,9 @@ class MatmulAllReduce(ProductStage):
         parts = W * (M if one_shot else shard) * problem.row_bytes
         flags: tuple[int, ...] = (1, tiles_of(M, N, T))
         if one_shot:
-            return Layout(T, run, parts, flags, parts, 0, M)
+            return Layout(T, run, parts, flags, 0, 0, M)
         flags += (-(-shard // run) * -(-N // T.columns),)
-        half = parts + W * shard * problem.row_bytes
-        return Layout(T, run, half, flags, parts, problem.first_row_after, M)
+        return Layout(T, run, parts, flags, parts, problem.first_row_after, M)
 
     def __init__(self, ctx: Any, problem: Problem, layout: Layout, functions: Any) -> None:
         super().__init__(ctx, problem, layout, functions)

@@ -45,9 +45,9 @@ def matmul_reduce_scatter_kernel(
     after_args, epilogue: tl.constexpr, after: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     if dry == 0:
-        epoch, number = enter(state)
+        epoch, turn, number = enter(state)
         size = (M, N)
-        half = ((epoch & 1) * T.world).to(tl.int64) * shard
+        half = ((turn & 1) * T.world).to(tl.int64) * shard
         if T.meet:
             greet(flags, rank, number, epoch, T.world, T.lanes)
         left = (a, M, a_row, a_k, 0)
@@ -65,7 +65,7 @@ def matmul_reduce_scatter_kernel(
         tracing.end(watch, since, tracing.SUM)
         if T.meet:
             meet(line[0], number, epoch, line[3], T.world, T.lanes)
-        leave(state, epoch)
+        leave(state, epoch, turn)
 
 
 class MatmulReduceScatter(ProductStage):

@@ -12,13 +12,12 @@ from iris.lower.kernels.host import (
     GroupLike,
     Share,
     Stage,
-    Workspace,
     operand,
     product_modes,
-    round_up,
     rows_of,
     shard_rows,
 )
+from iris.lower.kernels.workspace import Workspace, round_up
 
 # Numbers that kernels of products are not compiled anew for.
 LOOSE = ["dry", "m", "rank", "stage", "M", "shard", "run"]
@@ -62,14 +61,14 @@ class Problem:
 @dataclass(frozen=True)
 class Layout:
     """How a stage lays a problem out: its tiling, rows summed or copied after one wait, bytes of a
-    half of its staging, of which ``parts`` come before the sums, and how many flags of each member.
+    half of its staging, and of the staging of sums, and how many flags of each member.
     """
 
     T: Tiling
     run: int
     half: int
     flags: tuple[int, ...]
-    parts: int = 0
+    half_sums: int = 0
     first_row: int = 0
     tile_rows: int = 0
 
@@ -83,8 +82,6 @@ class ProductStage(Stage):
         group, config = problem.group, problem.config
         self.problem, self.T, self.run, self.functions = problem, layout.T, layout.run, functions
         what = f"{self.name} to [{problem.M}, {problem.N}]"
-        self.workspace = Workspace(ctx, group, layout.half, layout.flags, what)
-        self.sums = self.workspace.staging + 2 * layout.parts
         self.share = Share.create(
             config,
             layout.T,
@@ -93,6 +90,9 @@ class ProductStage(Stage):
             problem.K,
             layout.first_row,
             problem.device,
+        )
+        self.workspace = Workspace(
+            ctx, group, layout.half, layout.flags, what, layout.half_sums, self.share.scratch
         )
         self.workspace.counters.append(self.share.counts)
         self.programs = self.share.programs
@@ -149,10 +149,10 @@ class ProductStage(Stage):
         return [
             operand(x, T.a_mode, T.block_m, T.block_k), *x.stride(),
             operand(w.T, T.b_mode, T.block_n, T.block_k), *w.T.stride(), out, *out.stride(),
-            work.staging, self.sums, work.flags, work.state, *work.watch, p.group.index,
+            work.staging, work.sums, work.flags, work.state, *work.watch, p.group.index,
             rows_of(p.M, p.group.size, p.group.index), p.M, p.N, p.K, round_up(p.N, 16), p.shard,
-            self.run, share.heads, share.table, share.scratch, share.counts, args, after_args,
-            *self.extra(**more), *self.functions, T,
+            self.run, share.heads, share.table, work.scratch.view(share.acc), share.counts, args,
+            after_args, *self.extra(**more), *self.functions, T,
         ]  # fmt: skip
 
     def extra(self) -> list[Any]:

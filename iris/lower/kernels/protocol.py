@@ -4,10 +4,11 @@ NOTE [Epochs]
 A stage counts its launches: the epoch lives on the device (``state``), so a replayed CUDA graph
 goes on counting. The last program of a launch advances it. A flag is one int32 word that one rank
 writes and that only grows: "done in epoch e" is ``e + 1``, compared as a difference, so that it may
-wrap. Staging has two halves, used in turn by the parity of the epoch. A rank at epoch e + 2 cannot
+wrap. Staging has two halves, used in turn. A rank at epoch e + 2 cannot
 overwrite what a peer still reads at e: it has passed its waits of e + 1, so every peer has started
 e + 1, so has finished e. So every rank publishes in every launch, be its shard empty, and every
-launch waits for every member (``meet`` where its work does not).
+launch waits for every member (``meet`` where its work does not). Stages of a program take turns in
+one staging: NOTE [Turns] in `workspace`.
 
 NOTE [Progress]
 Nothing waits for a program that has not started; grids are now and then not wholly resident, with
@@ -32,27 +33,32 @@ FAILED = tl.constexpr(3)
 # TICKETS + 2 i: tickets taken of work list i; TICKETS + 2 i + 1: items of it that are done
 TICKETS = tl.constexpr(4)
 NO_ITEM = tl.constexpr(0x7FFFFFFF)
-STATE_WORDS = 16
+STATE_WORDS = 16  # and beside them the turn: NOTE [Turns] in workspace.py
 PATIENCE = tl.constexpr(0 if INTERPRETED.value else 8)
 
 
 @device_function
 def enter(state):
-    """Return this launch's epoch, and this program's number in the order of starting."""
-    epoch = tl.load(state + EPOCH)
-    number = tl.atomic_add(state + STARTED, 1, sem="relaxed", scope="gpu")
-    return epoch, number & 0xFFFF
+    """Return this launch's epoch and turn, and this program's number in the order of starting.
+
+    ``state`` is (this stage's words, the turn of its arena).
+    """
+    epoch = tl.load(state[0] + EPOCH)
+    turn = tl.load(state[1])
+    number = tl.atomic_add(state[0] + STARTED, 1, sem="relaxed", scope="gpu")
+    return epoch, turn, number & 0xFFFF
 
 
 @device_function
-def leave(state, epoch):
+def leave(state, epoch, turn):
     """Count this program out. The last one prepares ``state`` for the next launch."""
     together()
-    before = tl.atomic_add(state + ARRIVED, 1, sem="acq_rel", scope="gpu")
+    before = tl.atomic_add(state[0] + ARRIVED, 1, sem="acq_rel", scope="gpu")
     if before == tl.num_programs(0) - 1:
         words = tl.arange(0, 16)
-        tl.store(state + words, tl.zeros((16,), tl.int32), mask=words != EPOCH)
-        tl.store(state + EPOCH, epoch + 1)
+        tl.store(state[0] + words, tl.zeros((16,), tl.int32), mask=words != EPOCH)
+        tl.store(state[0] + EPOCH, epoch + 1)
+        tl.store(state[1], turn + 1)
 
 
 @device_function
@@ -64,14 +70,14 @@ def team(state):
     out.
     """
     all_programs = tl.num_programs(0)
-    word = tl.atomic_add(state + STARTED, 0, sem="relaxed", scope="gpu")
+    word = tl.atomic_add(state[0] + STARTED, 0, sem="relaxed", scope="gpu")
     looks = 0
     while (word < all_programs) & (looks < PATIENCE):
-        word = tl.atomic_add(state + STARTED, 0, sem="relaxed", scope="gpu")
+        word = tl.atomic_add(state[0] + STARTED, 0, sem="relaxed", scope="gpu")
         looks += 1
     while word < all_programs:
         before = tl.atomic_cas(
-            state + STARTED, word, word | (word << 16), sem="relaxed", scope="gpu"
+            state[0] + STARTED, word, word | (word << 16), sem="relaxed", scope="gpu"
         )
         word = tl.where(before == word, word | (word << 16), before)
     return tl.where(word >> 16 == 0, all_programs, word >> 16)
@@ -83,7 +89,7 @@ def ticket(state, work: tl.constexpr):
 
     Taken before the present item is worked on, it costs no time; one too many does no harm.
     """
-    return tl.atomic_add(state + (TICKETS + 2 * work), 1, sem="relaxed", scope="gpu")
+    return tl.atomic_add(state[0] + (TICKETS + 2 * work), 1, sem="relaxed", scope="gpu")
 
 
 @device_function
@@ -125,7 +131,9 @@ def finished(state, work: tl.constexpr, count, total, number):
     together()
     last = (total == 0) & (number == 0)
     if count > 0:
-        before = tl.atomic_add(state + (TICKETS + 2 * work + 1), count, sem="acq_rel", scope="gpu")
+        before = tl.atomic_add(
+            state[0] + (TICKETS + 2 * work + 1), count, sem="acq_rel", scope="gpu"
+        )
         last = before + count == total
     return last
 
