@@ -35,7 +35,7 @@ def _ours(copies: Any, out: Tensor) -> Call:
     T = product_modes(Tiling.of(config, 1, 1, dtype, interpreted()), x, w, config)
     T = T.with_modes(out_tma=can_store_tma([out], config.tma))
     share = Share.create(config, T, M, [N], K, 0, out.device)
-    state = torch.zeros(STATE_WORDS + 1, dtype=torch.int32, device=out.device).split(STATE_WORDS)
+    state = torch.zeros(STATE_WORDS + 1, dtype=torch.int32, device=out.device)
     scratch = torch.empty(max(1, share.scratch // 4), dtype=share.acc, device=out.device)
 
     def call(i: int) -> Tensor:
@@ -43,7 +43,7 @@ def _ours(copies: Any, out: Tensor) -> Call:
         gemm_kernel[(share.programs,)](
             operand(x, T.a_mode, T.block_m, T.block_k), *x.stride(),
             operand(w.T, T.b_mode, T.block_n, T.block_k), *w.T.stride(),
-            target(out, T), *out.stride(), state, M, N, K,
+            target(out, T), *out.stride(), (*state.split(STATE_WORDS), None), M, N, K,
             share.heads, share.table, scratch, share.counts, identity, T,
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip

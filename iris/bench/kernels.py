@@ -50,4 +50,4 @@ def gemm_kernel(
     plan = (heads, table, scratch, counts, epoch, team(state), nobody)
     env = (M, N, (out, out_row, out_column))
     run_segments(left, right, right, K, plan, number, nothing, _emit, nothing, env, epilogue, T)
-    leave(state, epoch, turn)
+    leave(state, epoch, turn, 0, (None, 0, None), T)

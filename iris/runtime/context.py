@@ -152,6 +152,10 @@ class Iris(Creation, CopyEngine, Recovery, RankLogging):
         gpus = len({share.uuid for share in shares if share.uuid != "cpu"})
         self.own_gpus = gpus == self.num_ranks  # whether every rank has a GPU to itself
         self.ranks_on_device = sharing(shares, shares[self.cur_rank].uuid)
+        # Whether so many ranks share a GPU that kernels of two fill what a third one needs.
+        self.crowded = (
+            self.device.type == "cuda" and max(sharing(shares, share.uuid) for share in shares) > 2
+        )
         self._usable_units = usable_units(shares)
         if not dist.is_initialized():
             rendezvous.init_process_group(self.own_gpus, board)

@@ -31,7 +31,8 @@ H200 = GPUTarget("cuda", 90, 32)
 MI300 = GPUTarget("hip", "gfx942", 64)
 POINTERS = {
     **dict.fromkeys(("words", "record", "staging", "sums", "flags", "pieces", "trace"), "*i64"),
-    **dict.fromkeys(("state", "heads", "table", "counts", "y"), "*i32"),
+    **dict.fromkeys(("heads", "table", "counts", "y"), "*i32"),
+    "state": ("*i32", "*i32", "*i64"),
     **dict.fromkeys(("a", "b"), "tensordesc<bf16[64, 32]>"),
     **dict.fromkeys(("x", "out"), "*bf16"),
     **dict.fromkeys(("args", "after_args"), ()),

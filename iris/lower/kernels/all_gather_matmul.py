@@ -20,7 +20,7 @@ from torch import Tensor
 
 from iris.device import copy_engine, tracing
 from iris.device.target import device_function, fence_bulk
-from iris.lower.kernels.config import GemmConfig, Tiling, settled
+from iris.lower.kernels.config import FEW_ROWS, GemmConfig, Tiling, settled
 from iris.lower.kernels.gemm import finish_piece, identity, nothing, run_segments
 from iris.lower.kernels.host import (
     TMA_K,
@@ -229,7 +229,7 @@ def all_gather_matmul_kernel(
             meet(line[0], number, epoch, line[3], T.world, T.lanes)
         if T.engine:
             _settle(engine, rank, number, T.world)
-        leave(state, epoch, turn)
+        leave(state, epoch, turn, rank, watch, T)
 
 
 class AllGatherMatmul(Stage):
@@ -272,7 +272,10 @@ class AllGatherMatmul(Stage):
         first_row = 0 if T.by_columns else group.index * self.shard
         self.queues = _queues(ctx, group) if T.engine else None
         self.share = Share.create(config, T, self.M, tiled, self.K, first_row, ctx.heap.device)
-        self.workspace = Workspace(ctx, group, half, (1,), what, scratch=self.share.scratch)
+        together = self.M > FEW_ROWS
+        self.workspace = Workspace(
+            ctx, group, half, (1,), what, scratch=self.share.scratch, together=together
+        )
         self.workspace.counters.append(self.share.counts)
         self.epilogues = [*epilogues, *[identity] * (self.MAX_WEIGHTS - len(epilogues))]
         self.programs = self.share.programs
@@ -348,7 +351,7 @@ class AllGatherMatmul(Stage):
         work, share = self.workspace, self.share
         a = None
         if a_mode:
-            staged = work.local.view(self.dtype)[: 2 * self.M * self.ld].view(-1, self.ld)
+            staged = work.local.view(self.dtype).view(-1, self.ld)
             a = operand(staged[:, : self.K], a_mode, T.block_m, T.block_k)
         return [
             x, *x.stride(), *x.shape, work.staging, work.flags, work.state, *work.watch,

@@ -104,7 +104,7 @@ def all_reduce_norm_kernel(
             )
             block = ticket(state, 1) + tl.num_programs(0)
         tracing.end(watch, since, tracing.SUM)
-        leave(state, epoch, turn)
+        leave(state, epoch, turn, rank, watch, R)
 
 
 class AllReduceNorm(Stage):

@@ -19,6 +19,8 @@ TRITON_DTYPES = {
 }
 
 
+FEW_ROWS = 64  # of a product: tiles are narrow, and launches short
+
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -105,7 +107,7 @@ def default_config(M: int, N: int, dtype: torch.dtype, device: torch.device) -> 
     # 128 bytes of the contracted dim a step, twice that for the narrow tiles of few rows.
     step = 128 // dtype.itemsize
     stages = 3 if dtype in (torch.float32, torch.int8) else 4  # whose results are 4 bytes wide
-    if M <= 64:
+    if M <= FEW_ROWS:
         return GemmConfig(64, 128, 2 * step, 4, stages, pieces=2, copy=4096)
     if min(M, N) <= 128 or dtype.itemsize > 2:
         return GemmConfig(128, 128, step, stages=stages, pieces=2)

@@ -196,4 +196,4 @@ def exchange_kernel(
             since = tracing.begin(watch)
             _take_pieces(out, pieces, blocks, start, staging, number, state, X)
         tracing.end(watch, since, tracing.COLLECT)
-        leave(state, epoch, turn)
+        leave(state, epoch, turn, rank, watch, X)

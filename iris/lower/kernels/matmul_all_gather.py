@@ -61,7 +61,7 @@ def matmul_all_gather_kernel(
         tracing.end(watch, since, tracing.COLLECT)
         if T.meet:
             meet(line[0], number, epoch, line[3], T.world, T.lanes)
-        leave(state, epoch, turn)
+        leave(state, epoch, turn, rank, watch, T)
 
 
 class MatmulAllGather(ProductStage):

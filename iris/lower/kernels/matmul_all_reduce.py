@@ -130,7 +130,7 @@ def matmul_all_reduce_kernel(
                 after, T,
             )  # fmt: skip
             tracing.end(watch, since, tracing.COLLECT)
-        leave(state, epoch, turn)
+        leave(state, epoch, turn, rank, watch, T)
 
 
 class MatmulAllReduce(ProductStage):

@@ -65,7 +65,7 @@ def matmul_reduce_scatter_kernel(
         tracing.end(watch, since, tracing.SUM)
         if T.meet:
             meet(line[0], number, epoch, line[3], T.world, T.lanes)
-        leave(state, epoch, turn)
+        leave(state, epoch, turn, rank, watch, T)
 
 
 class MatmulReduceScatter(ProductStage):

@@ -6,7 +6,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from iris.lower.kernels.config import GemmConfig, Tiling, settled
+from iris.lower.kernels.config import FEW_ROWS, GemmConfig, Tiling, settled
 from iris.lower.kernels.gemm import identity
 from iris.lower.kernels.host import (
     GroupLike,
@@ -92,7 +92,14 @@ class ProductStage(Stage):
             problem.device,
         )
         self.workspace = Workspace(
-            ctx, group, layout.half, layout.flags, what, layout.half_sums, self.share.scratch
+            ctx,
+            group,
+            layout.half,
+            layout.flags,
+            what,
+            layout.half_sums,
+            self.share.scratch,
+            together=problem.M > FEW_ROWS,
         )
         self.workspace.counters.append(self.share.counts)
         self.programs = self.share.programs

@@ -17,6 +17,14 @@ others wait for is taken by ticket, or is shared among the *team*: the programs 
 the time the first one asks. One that starts later finds no such work. A whole kernel must be able
 to start while those of peers wait, so grids of ranks that share a GPU leave each other room
 (`iris.lower.kernels.config.processors`).
+
+NOTE [Crowds]
+Of four ranks with a fifth of a GPU each, a launch that began while peers were still in the one
+before often found less than its share: some programs started when others had ended, and all ranks
+waited for them. (One H200, 26 of 132 multiprocessors a rank, a gather and a product of 512 rows:
+118 us, and 170 to 230 in such a launch.) So where more than two ranks share a GPU, long launches
+end together: the last program of a rank waits for those of its peers, and all begin anew on an
+empty GPU.
 """
 
 import triton.language as tl
@@ -41,7 +49,8 @@ PATIENCE = tl.constexpr(0 if INTERPRETED.value else 8)
 def enter(state):
     """Return this launch's epoch and turn, and this program's number in the order of starting.
 
-    ``state`` is (this stage's words, the turn of its arena).
+    ``state`` is (this stage's words, the turn of its arena, where all members' flags of the ends of
+    launches are, or None).
     """
     epoch = tl.load(state[0] + EPOCH)
     turn = tl.load(state[1])
@@ -50,11 +59,14 @@ def enter(state):
 
 
 @device_function
-def leave(state, epoch, turn):
+def leave(state, epoch, turn, rank, watch, T: tl.constexpr):
     """Count this program out. The last one prepares ``state`` for the next launch."""
     together()
     before = tl.atomic_add(state[0] + ARRIVED, 1, sem="acq_rel", scope="gpu")
     if before == tl.num_programs(0) - 1:
+        if state[2] is not None:
+            publish(state[2], rank, epoch, T.world, T.lanes)
+            wait_members(peer(state[2], rank, tl.int32), 0, T.world - 1, epoch, watch, T.lanes)
         words = tl.arange(0, 16)
         tl.store(state[0] + words, tl.zeros((16,), tl.int32), mask=words != EPOCH)
         tl.store(state[0] + EPOCH, epoch + 1)

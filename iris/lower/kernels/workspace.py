@@ -5,8 +5,9 @@ What a stage receives is read before its launch ends, so the stages of a program
 as large as the largest of theirs. Its two halves are used in turn, launch by launch, whichever
 stage it is: a word on the device counts the launches. NOTE [Epochs] holds as for one stage: a rank
 at turn t + 2 has passed the waits of t + 1, for which every member has left turn t. For that, the
-stages of an arena are launched one after another, in the same order on every rank. Flags and
-epochs are each stage's own.
+stages of an arena are launched one after another, in the same order on every rank; and the halves
+of all stages meet at one place, so that no first half reaches into a second one. Flags and epochs
+are each stage's own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,9 +30,10 @@ class Workspace:
     """What a stage has of an arena: flags and counters of its own, staging and scratch in turn.
 
     ``staging`` and ``flags`` are int64[size]: where every member's are, as addressed from this
-    process; ``sums`` a second staging behind the first. Each has two halves, of ``half`` and
-    ``half_sums`` bytes. ``runs`` is how many flags each member writes in a run, for every run of
-    them; ``scratch`` are bytes on this rank alone. Of a stage made by itself, the arena is its own.
+    process; ``sums`` a second staging. Each has two halves, of ``half`` and ``half_sums`` bytes;
+    ``local`` is this rank's staging. ``runs`` is how many flags each member writes in a run, for
+    every run of them; ``scratch`` are bytes on this rank alone. ``together`` is for launches that
+    fill what a rank has of its GPU: NOTE [Crowds]. A stage made by itself has an arena of its own.
     """
 
     local: Tensor
@@ -39,7 +41,7 @@ class Workspace:
     sums: Tensor
     flags: Tensor
     scratch: Tensor
-    state: tuple[Tensor, Tensor]
+    state: tuple[Tensor, Tensor, Tensor | None]
 
     def __init__(
         self,
@@ -50,11 +52,13 @@ class Workspace:
         what: str,
         half_sums: int = 0,
         scratch: int = 0,
+        together: bool = False,
     ) -> None:
         self._ctx, self._ranks, self._runs = ctx, group.ranks, runs
-        self.flag_bytes = round_up(max(1, 4 * group.size * sum(runs)), 256)
-        self.half = round_up(max(1, half), 256)
-        self.staged = 2 * (self.half + half_sums)
+        self._together = together and ctx.crowded
+        self._ends = group.size * sum(runs)  # the first flag of the ends of launches
+        self.flag_bytes = round_up(4 * (self._ends + group.size), 256)
+        self.half, self.half_sums = half, half_sums
         self.scratch_bytes = scratch
         self.counters: list[Tensor] = []  # that begin at 0
         self.named(what, what)
@@ -69,19 +73,20 @@ class Workspace:
     @property
     def nbytes(self) -> int:
         """Bytes that it needs of the heap, by itself."""
-        return self.flag_bytes + self.staged
+        return self.flag_bytes + 2 * round_up(max(1, self.half), 256) + 2 * self.half_sums
 
     def place(self, arena: "Arena", first_flag: int) -> None:
         """Lie in an arena, with flags at byte ``first_flag``."""
         self._arena = arena  # kept as long as a stage of it is
         flags = arena.block.tensor[first_flag : first_flag + self.flag_bytes]
-        self.local = arena.block.tensor[arena.flag_bytes :]
         self.flags = arena.peers + first_flag
-        self.staging = arena.peers + arena.flag_bytes
-        self.sums = self.staging + 2 * self.half
+        middle = arena.middle - self.half
+        self.local = arena.block.tensor[middle : middle + 2 * self.half]
+        self.staging = arena.peers + middle
+        self.sums = arena.peers + (arena.middle_sums - self.half_sums)
         self.scratch = arena.scratch
         state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=flags.device)
-        self.state = state, arena.turn
+        self.state = state, arena.turn, self.flags + 4 * self._ends if self._together else None
         self.counters[:0] = [flags, state, arena.turn]
         self._ctx.counting.add(self)
 
@@ -92,10 +97,13 @@ class Workspace:
 
     def late(self, epoch: int, read: Callable[[Tensor], list[int]]) -> dict[int, int]:
         """The ranks of whose flags one is an epoch behind, and where that is."""
-        words = iter(read(self.counters[0].view(torch.int32)))
-        writers = (rank for run in self._runs for rank in self._ranks for _ in range(run))
-        flags = zip(writers, words, strict=False)
-        return {rank: word for rank, word in flags if (epoch - word) % 2**32 == 1}
+        words = read(self.counters[0].view(torch.int32))
+        writers = [rank for run in self._runs for rank in self._ranks for _ in range(run)]
+        ends = zip(self._ranks, words[self._ends :], strict=False)
+        for flags in (zip(writers, words, strict=False), ends if self._together else ()):
+            if found := {rank: word for rank, word in flags if (epoch - word) % 2**32 == 1}:
+                return found
+        return {}
 
     @property
     def watch(self) -> tuple[Tensor, int, Tensor | None]:
@@ -120,6 +128,8 @@ class Arena:
     peers: Tensor
     turn: Tensor
     scratch: Tensor
+    middle: int  # byte at which the halves of staging meet
+    middle_sums: int
 
     def __init__(self, ctx: Any, group: Any) -> None:
         self.ctx, self.group = ctx, group
@@ -138,8 +148,11 @@ class Arena:
         for work in members:
             firsts.append(self.flag_bytes)
             self.flag_bytes += work.flag_bytes
-        staged = max(work.staged for work in members)
-        self.block = self.ctx.heap.allocate(self.flag_bytes + staged, self.group)
+        half = round_up(max(1, *(work.half for work in members)), 256)
+        half_sums = round_up(max(work.half_sums for work in members), 256)
+        self.middle = self.flag_bytes + half
+        self.middle_sums = self.middle + half + half_sums
+        self.block = self.ctx.heap.allocate(self.middle_sums + half_sums, self.group)
         device = self.block.tensor.device
         self.block.tensor[: self.flag_bytes].zero_()
         self.peers = torch.tensor(self.block.peers, dtype=torch.int64, device=device)
