@@ -34,11 +34,7 @@ def measure(args: Namespace) -> Iterator[Row]:
 
 
 def _point(
-    point: dict[str, Any],
-    block: Block,
-    place: Place,
-    inputs: Inputs,
-    align: Callable[[], object],
+    point: dict[str, Any], block: Block, place: Place, inputs: Inputs, align: Callable[[], object]
 ) -> Iterator[Row]:
     hidden, M = inputs.x.shape[-1], point["M"]
     want = Peer(block, place, "exact", M, hidden)(*inputs.args)[0]

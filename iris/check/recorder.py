@@ -50,11 +50,7 @@ class Tickets:
                 raise TimeoutError("IRIS_CHECK: a rank died while it held the lock of the log")
 
 
-_ADD, _PUT, _ORDERED = (
-    native.RMW_OP.ADD,
-    native.RMW_OP.XCHG,
-    native.MEM_SEMANTIC.ACQUIRE_RELEASE,
-)
+_ADD, _PUT, _ORDERED = (native.RMW_OP.ADD, native.RMW_OP.XCHG, native.MEM_SEMANTIC.ACQUIRE_RELEASE)
 
 
 class Recorder:

@@ -16,8 +16,7 @@ from iris.spmd.explain import Explanation
 
 
 @iris.spmd(
-    in_specs=(P("tp", None), P(None, "tp"), P(None, "tp"), P("tp", None)),
-    out_specs=P("tp", None),
+    in_specs=(P("tp", None), P(None, "tp"), P(None, "tp"), P("tp", None)), out_specs=P("tp", None)
 )
 def ffn(
     x: torch.Tensor, w_gate: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor

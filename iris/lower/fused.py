@@ -106,12 +106,7 @@ class FusedCall:
     """
 
     def __init__(
-        self,
-        match: Match,
-        choice: Choice,
-        ctx: Iris,
-        group: Group,
-        values: Values,
+        self, match: Match, choice: Choice, ctx: Iris, group: Group, values: Values
     ) -> None:
         self.dry: int | Turns = 0
         self.match, self.device = match, ctx.device

@@ -340,11 +340,7 @@ class Pieces:
     """A plan as captured pieces and the steps on the host between them."""
 
     def __init__(
-        self,
-        executable: Executable,
-        calls: "Sequence[Call]",
-        copied: int,
-        written: Sequence[int],
+        self, executable: Executable, calls: "Sequence[Call]", copied: int, written: Sequence[int]
     ) -> None:
         self.executable, self.calls = executable, calls
         self.copied, self.written = copied, written

@@ -54,12 +54,7 @@ class ParallelEmbedding(nn.Module):
 
     @classmethod
     def from_weight(
-        cls,
-        weight: Source,
-        *,
-        axis: str = "tp",
-        mesh: DeviceMesh | None = None,
-        **options: Any,
+        cls, weight: Source, *, axis: str = "tp", mesh: DeviceMesh | None = None, **options: Any
     ) -> "ParallelEmbedding":
         """Copy this rank's rows of an unsharded table, or read them from a `Checkpoint`;
         ``options`` are those of the class.

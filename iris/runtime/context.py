@@ -40,9 +40,7 @@ _current: "Iris | None" = None
 
 
 def iris(
-    heap_size: int = 1 << 30,
-    allocator_type: str = "torch",
-    engines: str | Sequence[str] = (),
+    heap_size: int = 1 << 30, allocator_type: str = "torch", engines: str | Sequence[str] = ()
 ) -> "Iris":
     """Create the context of this rank, make it the current one until it is closed, and return it.
 

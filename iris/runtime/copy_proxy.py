@@ -18,15 +18,7 @@ from iris import config
 from iris.device.copy_queue import ADD, COPY, OP, ROW, SET, WORDS
 from iris.errors import IrisError, PeerError
 from iris.runtime.board import fence
-from iris.runtime.copy_lanes import (
-    DEVICE,
-    Key,
-    Lanes,
-    Mark,
-    Op,
-    StreamLanes,
-    patiently,
-)
+from iris.runtime.copy_lanes import DEVICE, Key, Lanes, Mark, Op, StreamLanes, patiently
 from iris.runtime.devices import synchronize
 from iris.runtime.rectangles import Rectangle
 

@@ -95,10 +95,6 @@ def _slowest(group: Group, call: Callable[[], Any]) -> float:
     for _ in range(3):  # traced, captured, replayed
         call()
     mine: Any = do_bench(
-        call,
-        barrier_fn=lambda: group.sync(what),
-        n_warmup=2,
-        n_repeat=CALLS,
-        return_mode="median",
+        call, barrier_fn=lambda: group.sync(what), n_warmup=2, n_repeat=CALLS, return_mode="median"
     )
     return 1e3 * float(max(group.exchange_object(what, mine)))

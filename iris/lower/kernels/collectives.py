@@ -82,10 +82,7 @@ class Exchange(Stage):
         block = _block(most, itemsize, self.programs, device)
         columns = min(block, 1 << max(0, width - 1).bit_length())
         self.moves = replace(
-            moves,
-            two_shot=two_shot,
-            rows=max(1, block // columns),
-            columns=columns,
+            moves, two_shot=two_shot, rows=max(1, block // columns), columns=columns
         )
         self.pieces, self.blocks = pack_pieces(pieces, self.moves.rows, self.moves.columns, device)
         words = [word for p in pieces for word in (*p.words()[2:3], *p.words()[6:])]

@@ -11,15 +11,7 @@ import triton.language as tl
 
 from iris.device import tracing
 from iris.device.target import device_function
-from iris.lower.kernels.protocol import (
-    enter,
-    finished,
-    leave,
-    peer,
-    publish,
-    ticket,
-    wait_members,
-)
+from iris.lower.kernels.protocol import enter, finished, leave, peer, publish, ticket, wait_members
 
 PIECE_WORDS = tl.constexpr(17)  # `Piece.words` in boxes.py
 
