@@ -1,5 +1,7 @@
 """Linear layers split over ranks by their outputs (columns) or by their inputs (rows)."""
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -48,20 +50,15 @@ class ColumnParallelLinear(nn.Module):
         *,
         axis: str = "tp",
         mesh: DeviceMesh | None = None,
-        gather_output: bool = False,
-        sequence_parallel: bool = False,
+        **options: Any,
     ) -> "ColumnParallelLinear":
-        """Copy this rank's rows of an unsharded layer, or read them from a `Checkpoint`."""
-        place = Place.of(axis, mesh)
-        return cls(
-            place.take(linear.weight, 0),
-            None if linear.bias is None else place.take(linear.bias, 0),
-            out_features=linear.weight.shape[0],
-            axis=axis,
-            mesh=mesh,
-            gather_output=gather_output,
-            sequence_parallel=sequence_parallel,
-        )
+        """Copy this rank's rows of an unsharded layer, or read them from a `Checkpoint`;
+        ``options`` are those of the class.
+        """
+        place, features = Place.of(axis, mesh), linear.weight.shape[0]
+        bias = None if linear.bias is None else place.take(linear.bias, 0)
+        weight = place.take(linear.weight, 0)
+        return cls(weight, bias, out_features=features, axis=axis, mesh=mesh, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sequence_parallel:

@@ -112,15 +112,20 @@ class RankPool:
         exception. ``timeout`` is in seconds (no limit by default). ``fn`` and its arguments
         travel by value where they are defined in ``__main__``.
         """
-        return self._call(fn, args, kwargs, [()] * self.nprocs, timeout)
-
-    def map(
-        self, fn: Callable[..., Any], items: Sequence[tuple[Any, ...]], timeout: float | None = None
-    ) -> list[Any]:
-        """Run ``fn(*items[rank])`` on every rank; otherwise like ``run``."""
-        if len(items) != self.nprocs:
-            raise ConfigError(f"map: {len(items)} items for {self.nprocs} ranks")
-        return self._call(fn, (), {}, items, timeout)
+        call = dumps((fn, args, kwargs))
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            self._start()
+            for rank in self._ranks:
+                rank.send(call)
+            results, failures = self._collect(deadline, timeout)
+        except BaseException:
+            self._discard()
+            raise
+        if not failures:
+            return [pickle.loads(results[rank].value) for rank in range(self.nprocs)]
+        self._recover(failures)
+        raise _error(getattr(fn, "__name__", repr(fn)), failures, self.nprocs) from _cause(failures)
 
     def close(self) -> None:
         """End the ranks. Raises ``LaunchError`` where one crashed while it ended."""
@@ -149,29 +154,6 @@ class RankPool:
             self.close()
         else:
             self._discard()
-
-    def _call(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        items: Sequence[tuple[Any, ...]],
-        timeout: float | None,
-    ) -> list[Any]:
-        call = dumps((fn, args, kwargs))
-        deadline = None if timeout is None else time.monotonic() + timeout
-        try:
-            self._start()
-            for rank, item in zip(self._ranks, items, strict=True):
-                rank.send(dumps((call, item)))
-            results, failures = self._collect(deadline, timeout)
-        except BaseException:
-            self._discard()
-            raise
-        if not failures:
-            return [pickle.loads(results[rank].value) for rank in range(self.nprocs)]
-        self._recover(failures)
-        raise _error(getattr(fn, "__name__", repr(fn)), failures, self.nprocs) from _cause(failures)
 
     def _start(self) -> None:
         if self._ranks:

@@ -91,7 +91,7 @@ class Session(RankPool):
         every failing rank's frames for any other; ``KeyboardInterrupt`` after Ctrl-C.
         """
         __tracebackhide__ = True  # a notebook shows the user's frames only
-        message = dumps((dumps((fn, args, {})), ()))
+        message = dumps((fn, args, {}))
         self._stop_by, self._interrupted = None, False
         try:
             self._start()

@@ -100,9 +100,8 @@ def _serve(channel: Connection, stacks: int) -> None:
 
 def _answer(task: bytes) -> Result | Failure:
     try:
-        call, item = pickle.loads(task)
-        fn, args, kwargs = pickle.loads(call)
-        answer = fn(*args, *item, **kwargs)
+        fn, args, kwargs = pickle.loads(task)
+        answer = fn(*args, **kwargs)
         # A local mesh describes its failures itself, by the frames that are its user's.
         return answer if isinstance(answer, Failure) else Result(dumps(answer))
     except BaseException as error:

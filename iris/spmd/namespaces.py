@@ -4,7 +4,7 @@ Each is a program of one line, so it is fused, checked and replayed as any other
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -79,7 +79,9 @@ class OpsCall(Call, total=False):
     bias: Tensor | None
 
 
+Out = Tensor | None
 Result = Tensor | Done | None
+Context: TypeAlias = "Iris | None"
 
 
 class Namespace:
@@ -89,13 +91,10 @@ class Namespace:
         self._ctx = ctx
 
     def _run(
-        self,
-        name: str,
-        body: Callable[..., Tensor],
-        output: Tensor | None,
-        operands: tuple[Any, ...],
-        call: Call,
+        self, body: Callable[..., Tensor], output: Out, operands: tuple[Any, ...], call: Call
     ) -> Result:
+        """A call of the program that ``body`` is, and which is called like it."""
+        name = body.__name__
         members = self._ctx.group(call.get("group"))
         config, workspace = StageConfig.of(call.get("config")), call.get("workspace")
 
@@ -140,23 +139,18 @@ class Ops(Namespace):
         return Workspace()
 
     def matmul_all_reduce(
-        self,
-        output: Tensor | None,
-        A: Tensor,
-        B: Tensor,
-        ctx: "Iris | None" = None,
-        **call: Unpack[OpsCall],
+        self, output: Out, A: Tensor, B: Tensor, ctx: Context = None, **call: Unpack[OpsCall]
     ) -> Result:
         """``output = sum over ranks of A @ B``: [M, K/W] @ [K/W, N] -> [M, N], alike everywhere."""
         shape = (A.shape[0], B.shape[-1])
-        return self._product("matmul_all_reduce", output, A, B, ctx, A.shape[-1], shape, call)
+        return self._product(matmul_all_reduce, output, A, B, ctx, shape, call)
 
     def all_gather_matmul(
         self,
-        output: Tensor | None,
+        output: Out,
         A: Tensor,
         B: Tensor,
-        ctx: "Iris | None" = None,
+        ctx: Context = None,
         *,
         gather_dim: int | None = None,
         **call: Unpack[OpsCall],
@@ -168,57 +162,54 @@ class Ops(Namespace):
         """
         if gather_dim is None:
             gather_dim = 0 if A.shape[-1] == B.shape[0] else 1
-        rows = None if gather_dim == 0 else A.shape[0]
-        inner = A.shape[-1] if gather_dim == 0 else B.shape[0]
-        shape = (rows, B.shape[-1])
-        name = "all_gather_matmul"
-        return self._product(name, output, A, B, ctx, inner, shape, call, gather_dim)
+        shape = (A.shape[0] if gather_dim else None, B.shape[-1])
+        return self._product(all_gather_matmul, output, A, B, ctx, shape, call, gather_dim)
 
     def matmul_all_gather(
-        self,
-        output: Tensor | None,
-        A: Tensor,
-        B: Tensor,
-        ctx: "Iris | None" = None,
-        **call: Unpack[OpsCall],
+        self, output: Out, A: Tensor, B: Tensor, ctx: Context = None, **call: Unpack[OpsCall]
     ) -> Result:
         """``output = rows of A @ B of all ranks``: [M/W, K] @ [K, N] -> [M, N]."""
         shape = (None, B.shape[-1])
-        return self._product("matmul_all_gather", output, A, B, ctx, A.shape[-1], shape, call)
+        return self._product(matmul_all_gather, output, A, B, ctx, shape, call)
 
     def matmul_reduce_scatter(
-        self,
-        output: Tensor | None,
-        A: Tensor,
-        B: Tensor,
-        ctx: "Iris | None" = None,
-        **call: Unpack[OpsCall],
+        self, output: Out, A: Tensor, B: Tensor, ctx: Context = None, **call: Unpack[OpsCall]
     ) -> Result:
         """``output = this rank's rows of the sum of A @ B``: [M, K/W] @ [K/W, N] -> [M/W, N]."""
         members = self._ctx.group(call.get("group"))
         shape = (chunk_sizes(A.shape[0], members.size)[members.index], B.shape[-1])
-        return self._product("matmul_reduce_scatter", output, A, B, ctx, A.shape[-1], shape, call)
+        return self._product(matmul_reduce_scatter, output, A, B, ctx, shape, call)
 
     def _product(
         self,
-        name: str,
-        output: Tensor | None,
+        body: Callable[..., Tensor],
+        output: Out,
         A: Tensor,
         B: Tensor,
-        ctx: "Iris | None",
-        inner: int,
+        ctx: Context,
         shape: tuple[int | None, int],
         call: OpsCall,
-        *more: int,
+        *gather_dim: int,
     ) -> Result:
-        """Check that A @ B contracts ``inner`` to ``shape`` (None: any), and run."""
+        """Check that A @ B, bias and output fit in a result of ``shape`` (None: any), and run."""
+        name, bias, faults = body.__name__, call.get("bias"), list[str]()
         if ctx is not None and ctx is not self._ctx:
             raise SpecError(f"{name}: the context given is not the one whose namespace this is")
         if A.dim() != 2 or B.dim() != 2:
             raise SpecError(f"{name}: takes two matrices, got {[*A.shape]} and {[*B.shape]}")
-        bias = call.get("bias")
-        _fits(name, A, B, inner, output, shape, bias)
-        return self._run(name, BODIES[name], output, (A, B, bias, *more), call)
+        if not any(gather_dim) and A.shape[1] != B.shape[0]:
+            faults.append(f"A {[*A.shape]} and B {[*B.shape]} do not multiply")
+        if A.dtype != B.dtype:
+            faults.append(f"A is {A.dtype}, B is {B.dtype}")
+        if output is not None:
+            want = tuple(n if n is not None else output.shape[0] for n in shape)
+            if tuple(output.shape) != want:
+                faults.append(f"output is {[*output.shape]}, the result is {[*want]}")
+        if bias is not None and tuple(bias.shape) != (shape[1],):
+            faults.append(f"bias is {[*bias.shape]}, the result has {shape[1]} columns")
+        if faults:
+            raise SpecError(f"{name}: " + "\n  ".join(faults), help="see help(ctx.ops)")
+        return self._run(body, output, (A, B, bias, *gather_dim), call)
 
 
 class Ccl(Namespace):
@@ -229,33 +220,25 @@ class Ccl(Namespace):
         ctx.ccl.all_reduce(output, x)
     """
 
-    def all_gather(
-        self, output: Tensor | None, x: Tensor, *, dim: int = 0, **call: Unpack[Call]
-    ) -> Result:
+    def all_gather(self, output: Out, x: Tensor, *, dim: int = 0, **call: Unpack[Call]) -> Result:
         """``output = x of all ranks``, joined along ``dim``."""
-        return self._run("all_gather", _all_gather, output, (x, dim), call)
+        return self._run(all_gather, output, (x, dim), call)
 
     def reduce_scatter(
-        self,
-        output: Tensor | None,
-        x: Tensor,
-        *,
-        dim: int = 0,
-        op: str = "sum",
-        **call: Unpack[Call],
+        self, output: Out, x: Tensor, *, dim: int = 0, op: str = "sum", **call: Unpack[Call]
     ) -> Result:
         """``output = this rank's part`` of the sum (or avg, max, min) of x, split along ``dim``."""
-        return self._run("reduce_scatter", _reduce_scatter, output, (x, dim, op), call)
+        return self._run(reduce_scatter, output, (x, dim, op), call)
 
     def all_reduce(
-        self, output: Tensor | None, x: Tensor, *, op: str = "sum", **call: Unpack[Call]
+        self, output: Out, x: Tensor, *, op: str = "sum", **call: Unpack[Call]
     ) -> Result:
         """``output = sum (or avg, max, min) of x`` over ranks; may be ``x`` itself."""
-        return self._run("all_reduce", _all_reduce, output, (x, op), call)
+        return self._run(all_reduce, output, (x, op), call)
 
     def all_to_all(
         self,
-        output: Tensor | None,
+        output: Out,
         x: Tensor,
         *,
         split_dim: int = 0,
@@ -263,8 +246,7 @@ class Ccl(Namespace):
         **call: Unpack[Call],
     ) -> Result:
         """``output = piece i of every rank``, on rank i; see :func:`iris.all_to_all`."""
-        operands = (x, split_dim, concat_dim)
-        return self._run("all_to_all", _all_to_all, output, operands, call)
+        return self._run(all_to_all, output, (x, split_dim, concat_dim), call)
 
 
 def _plus(product: Tensor, bias: Tensor | None) -> Tensor:
@@ -276,66 +258,33 @@ def _matmul(A: Tensor, B: Tensor) -> Tensor:
     return torch._int_mm(A, B) if A.dtype == torch.int8 else A @ B
 
 
-def _matmul_all_reduce(A: Tensor, B: Tensor, bias: Tensor | None) -> Tensor:
+def matmul_all_reduce(A: Tensor, B: Tensor, bias: Tensor | None) -> Tensor:
     return _plus(collectives.all_reduce(_matmul(A, B), AXIS), bias)
 
 
-def _all_gather_matmul(A: Tensor, B: Tensor, bias: Tensor | None, dim: int) -> Tensor:
+def all_gather_matmul(A: Tensor, B: Tensor, bias: Tensor | None, dim: int) -> Tensor:
     return _plus(_matmul(collectives.all_gather(A, AXIS, dim), B), bias)
 
 
-def _matmul_all_gather(A: Tensor, B: Tensor, bias: Tensor | None) -> Tensor:
+def matmul_all_gather(A: Tensor, B: Tensor, bias: Tensor | None) -> Tensor:
     return collectives.all_gather(_plus(_matmul(A, B), bias), AXIS)
 
 
-def _matmul_reduce_scatter(A: Tensor, B: Tensor, bias: Tensor | None) -> Tensor:
+def matmul_reduce_scatter(A: Tensor, B: Tensor, bias: Tensor | None) -> Tensor:
     return _plus(collectives.reduce_scatter(_matmul(A, B), AXIS), bias)
 
 
-def _all_gather(x: Tensor, dim: int) -> Tensor:
+def all_gather(x: Tensor, dim: int) -> Tensor:
     return collectives.all_gather(x, AXIS, dim)
 
 
-def _reduce_scatter(x: Tensor, dim: int, op: str) -> Tensor:
+def reduce_scatter(x: Tensor, dim: int, op: str) -> Tensor:
     return collectives.reduce_scatter(x, AXIS, dim, op)
 
 
-def _all_reduce(x: Tensor, op: str) -> Tensor:
+def all_reduce(x: Tensor, op: str) -> Tensor:
     return collectives.all_reduce(x, AXIS, op)
 
 
-def _all_to_all(x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+def all_to_all(x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
     return collectives.all_to_all(x, AXIS, split_dim, concat_dim)
-
-
-BODIES: dict[str, Callable[..., Tensor]] = {
-    "matmul_all_reduce": _matmul_all_reduce,
-    "all_gather_matmul": _all_gather_matmul,
-    "matmul_all_gather": _matmul_all_gather,
-    "matmul_reduce_scatter": _matmul_reduce_scatter,
-}
-
-
-def _fits(
-    name: str,
-    A: Tensor,
-    B: Tensor,
-    inner: int,
-    output: Tensor | None,
-    shape: tuple[int | None, int],
-    bias: Tensor | None,
-) -> None:
-    """SpecError that says what A, B, bias and output should be."""
-    faults = []
-    if B.shape[0] != inner:
-        faults.append(f"A {[*A.shape]} and B {[*B.shape]} do not multiply")
-    if A.dtype != B.dtype:
-        faults.append(f"A is {A.dtype}, B is {B.dtype}")
-    if output is not None:
-        want = tuple(n if n is not None else output.shape[0] for n in shape)
-        if tuple(output.shape) != want:
-            faults.append(f"output is {[*output.shape]}, the result is {[*want]}")
-    if bias is not None and tuple(bias.shape) != (shape[1],):
-        faults.append(f"bias is {[*bias.shape]}, the result has {shape[1]} columns")
-    if faults:
-        raise SpecError(f"{name}: " + "\n  ".join(faults), help="see help(ctx.ops)")
