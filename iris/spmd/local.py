@@ -202,9 +202,8 @@ class LocalMesh(Controller):
             inputs = [self._arena.share(tensor.detach()) for tensor in bound.tensors]
             results = signature.results
             tensors = results.allocate(self._arena) if results else None
-            request = self._request(function, instance, entry, signature, inputs, tensors)
-            answers = self._call(function._options.name, local_rank.run_program, request)
-            entry.sent = signature.sent = True
+            task = local_rank.run_program
+            answers = self._send(task, function, instance, entry, signature, inputs, tensors)
             if isinstance(answers[0], Returned):
                 signature.results = results = self._results(function, signature, answers)
                 tensors = results.allocate(self._arena)
@@ -227,9 +226,8 @@ class LocalMesh(Controller):
         with self._lock:
             entry, signature, bound = self._prepare(function, instance, args, kwargs)
             inputs = [self._arena.share(tensor.detach()) for tensor in bound.tensors]
-            request = self._request(function, instance, entry, signature, inputs, None)
-            answers = self._call(function._options.name, local_rank.trace_program, request)
-            entry.sent = signature.sent = True
+            task = local_rank.trace_program
+            answers = self._send(task, function, instance, entry, signature, inputs, None)
         program, structure = answers[0]
         program.out_tree = pytree.tree_structure(structure)
         binder, _ = function._bindings(instance)
@@ -326,12 +324,10 @@ class LocalMesh(Controller):
         mesh = self._mesh(function)
         leaves = Arguments(options, binder, bound).leaves(_places(mesh))
         check_claims(options.name, leaves)
-        shapes = [(dtype_name(leaf.value.dtype), tuple(leaf.value.shape)) for leaf in leaves]
-        types = [_typed(leaf, *shape) for leaf, shape in zip(leaves, shapes, strict=True)]
         holes: list[Any] = [Hole(index) for index in range(len(bound.tensors))]
         args, kwargs = binder.rebuild(bound.values, holes)
         dtypes = tuple(tensor.dtype for tensor in bound.tensors)
-        return Binding(args, kwargs, mesh, tuple(types), dtypes)
+        return Binding(args, kwargs, mesh, tuple(map(_typed, leaves)), dtypes)
 
     def _mesh(self, function: SpmdFunction) -> Mesh:
         """The axes of a program; a mesh without names takes the one that the specs use."""
@@ -346,25 +342,29 @@ class LocalMesh(Controller):
                 )
         return Mesh(tuple(zip(names, self.shape, strict=True)))
 
-    def _request(
+    def _send(
         self,
+        task: Callable[[Request], Any],
         function: SpmdFunction,
         instance: Any,
         entry: _Entry,
         signature: _Signature,
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor] | None,
-    ) -> Request:
+    ) -> list[Any]:
+        """Run ``task`` on every rank for one call, with what the ranks do not have yet."""
+        __tracebackhide__ = True
+        name = function._options.name
         definition = binding = None
         if not entry.sent:
             parts = function._fn, function._options, function._static, instance
             whole = Definition(signature.binding.mesh, *parts)
-            definition, entry.kept = self._dumps(function._options.name, whole)
+            definition, entry.kept = self._dumps(name, whole)
         if not signature.sent:
             binding = dumps(signature.binding)
         forget, self._forget = tuple(self._forget), []
         strides = [tensor.stride() for tensor in inputs]
-        return Request(
+        request = Request(
             entry.number,
             signature.number,
             definition,
@@ -374,6 +374,9 @@ class LocalMesh(Controller):
             tuple(zip(self._offsets(inputs), strides, strict=True)),
             None if outputs is None else self._offsets(outputs),
         )
+        answers = self._call(name, task, request)
+        entry.sent = signature.sent = True
+        return answers
 
     def _offsets(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         return tuple(self._arena.find(tensor) or 0 for tensor in tensors)
@@ -467,9 +470,10 @@ def _places(mesh: Mesh) -> ProgramMesh:
     return ProgramMesh.of(AbstractMesh(sizes, mesh.names))
 
 
-def _typed(leaf: Leaf, dtype: str, shape: tuple[int, ...]) -> TensorType:
+def _typed(leaf: Leaf) -> TensorType:
     assert leaf.spec is not None
-    return TensorType(dtype, shape, leaf.spec.padded(len(shape)))
+    value: Tensor = leaf.value
+    return TensorType(dtype_name(value.dtype), tuple(value.shape), leaf.spec.padded(value.dim()))
 
 
 def _write_back(name: str, results: _Results, bound: Bound, inputs: Sequence[Tensor]) -> None:

@@ -45,11 +45,7 @@ def check_equal(
     """Every rank has the same bits wherever the out-specs say so."""
     if not differences:
         return
-    lines = [
-        f"{_title(d.leaf, results, written)} on rank {d.rank}: {d.count} of {d.size} elements "
-        f"differ from the first rank's, at {list(d.where)}: {d.here!r} and {d.there!r}"
-        for d in differences
-    ]
+    lines = [f"{_title(leaf, results, written)} {text}" for leaf, text in differences]
     raise TypeRuleError(
         f"{name}: a replicated result is not the same on all ranks\n  " + "\n  ".join(lines),
         help="split it by its out-spec, or find what differs: random numbers, or state of a rank",

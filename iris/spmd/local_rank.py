@@ -108,17 +108,8 @@ class Returned:
     written: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A replicated result that is not the same here as on the first rank."""
-
-    leaf: int
-    rank: int
-    count: int
-    size: int
-    where: tuple[int, ...]
-    here: Any
-    there: Any
+# A replicated result, by number, that is not the same here as on the first rank; and in words how.
+Difference = tuple[int, str]
 
 
 @dataclass(frozen=True)
@@ -162,9 +153,7 @@ class _Signature:
     """A signature as this rank keeps it."""
 
     binding: Binding
-    function: (
-        SpmdFunction  # its own: ranks whose shards of two signatures are alike must not differ
-    )
+    function: SpmdFunction  # its own: ranks whose shards of two signatures are alike must agree
     instance: Any
     holes: list[tuple[int, int]]  # place among the leaves, tensor number
     leaves: list[Any]
@@ -449,10 +438,11 @@ def _difference(leaf: int, there: Tensor, here: Tensor) -> Difference | None:
     if not unequal.any():
         return None
     where = unequal.nonzero()[0].tolist()[: here.dim()]
-    point = tuple(where)
-    values = here[point].item(), there[point].item()
-    rank, count = context.current().cur_rank, int(unequal.sum())
-    return Difference(leaf, rank, count, here.numel(), point, *values)
+    pair = " and ".join(repr(tensor[tuple(where)].item()) for tensor in (here, there))
+    return leaf, (
+        f"on rank {context.current().cur_rank}: {int(unequal.sum())} of {here.numel()} elements "
+        f"differ from the first rank's, at {where}: {pair}"
+    )
 
 
 def _bits(tensor: Tensor) -> Tensor:
