@@ -39,7 +39,7 @@ def _send(group: Group, value: Any, root: int, what: str) -> Any:
             own = Segment.create(len(sent), "broadcast")
             own.memory[: len(sent)] = sent
             sent = own.address
-    received = pickle.loads(group.exchange(what, pickle.dumps(sent))[root])
+    received = group.exchange_object(what, sent)[root]
     if isinstance(received, IrisError):
         raise received
     if isinstance(received, bytes):

@@ -1,6 +1,5 @@
 """What ``IRIS_CHECK=1`` looks at, and when: guards of the heap, and the order of accesses."""
 
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
@@ -72,10 +71,10 @@ class Checks:
             help = STRAY_STORE if faults else None
             if self.races is not None and group is self._world:
                 faults |= self.races.follow(ordered)
-            told = group.exchange("tell what was found", pickle.dumps((faults, help)))
+            told = group.exchange_object("tell what was found", (faults, help))
         found: dict[tuple[str, ...], str] = {}
         helps: list[str] = []
-        for faults, help in map(pickle.loads, told):
+        for faults, help in told:
             found = {**faults, **found}
             helps += [help] if help else []
         if found:

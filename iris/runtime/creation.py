@@ -104,8 +104,7 @@ class Creation:
 
         Collective.
         """
-        where = self.world.exchange("as_symmetric", bytes([self.is_symmetric(tensor)]))
-        if all(flag == b"\1" for flag in where):
+        if all(self.world.exchange_object("as_symmetric", self.is_symmetric(tensor))):
             return tensor
         copy = self._place(torch.empty_like(tensor, device="meta"), None)
         with torch.no_grad():

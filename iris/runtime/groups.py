@@ -129,7 +129,7 @@ class Group:
         if observer is not None:
             observer.depart(self.key, epoch, self.size)
         if not agreed:
-            raise self._mismatch(parity, word)
+            raise self._mismatch(parity)
         return epoch
 
     def know(self, text: str) -> int:
@@ -324,11 +324,8 @@ class Group:
         slot = self._slots[index]
         return 0 if slot is None else max(slot.words[0] & _LOW, slot.words[1] & _LOW)
 
-    def _mismatch(self, parity: int, word: int) -> CollectiveMismatchError:
-        calls = []
-        for slot in self._slots:
-            assert slot is not None  # sync has met every member
-            calls.append(slot.read_what(parity))
+    def _mismatch(self, parity: int) -> CollectiveMismatchError:
+        calls = [slot.read_what(parity) for slot in self._slots if slot]  # sync has met them all
         lines = [f"  rank {rank}: {call}" for rank, call in zip(self.ranks, calls, strict=True)]
         return CollectiveMismatchError(
             _DIFFERENT + "\n" + "\n".join(lines), help=SAME_CALLS, calls=calls

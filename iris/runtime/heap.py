@@ -8,7 +8,6 @@ layout is the same on all ranks, whatever the timing of any rank's collector.
 """
 
 import gc
-import pickle
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -295,7 +294,7 @@ class Heap:
         """Return every member's place: the world's are equal by construction, others are told."""
         if group is self._world:
             return [place] * group.size
-        return [pickle.loads(p) for p in group.exchange("place on the heap", pickle.dumps(place))]
+        return group.exchange_object("place on the heap", place)
 
     def _commit(self, group: Group, request: _Request, places: Sequence[int]) -> Block:
         starts = [self._starts[request.internal] + place for place in places]

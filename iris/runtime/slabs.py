@@ -4,6 +4,7 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -29,8 +30,9 @@ class Slab(Protocol):
     def commit(self, group: Group, offsets: Sequence[int], nbytes: int) -> None:
         """Put memory under ``nbytes`` at ``offsets[i]`` of member i, for all members.
 
-        Collective over ``group``. A provider that does so from the start returns at once.
+        Collective over ``group``. By default it is there from the start, or when it is touched.
         """
+        return
 
     def owner(self, rank: int, offset: int, nbytes: int) -> object:
         """Return a weakly referable object that stands for a range of a rank's memory."""
@@ -42,7 +44,7 @@ class Slab(Protocol):
         """Let go of the memory. This rank's own stays mapped while tensors use it."""
 
 
-class SharedSlab:
+class SharedSlab(Slab):
     """Slab of CPU ranks: a shared-memory segment for each."""
 
     def __init__(self, segments: list[Segment], nbytes: int) -> None:
@@ -61,9 +63,6 @@ class SharedSlab:
         world.sync("map the heaps")
         own.seal()
         return cls(segments, nbytes)
-
-    def commit(self, group: Group, offsets: Sequence[int], nbytes: int) -> None:
-        """Do nothing: the kernel gives pages when they are touched."""
 
     def owner(self, rank: int, offset: int, nbytes: int) -> object:
         return (ctypes.c_ubyte * nbytes).from_buffer(self._segments[rank].memory, offset)
@@ -103,7 +102,7 @@ class _Range:
         }
 
 
-class DeviceSlab:
+class DeviceSlab(Slab):
     """Slab of GPU ranks; by default one allocation a rank, shared by an IPC handle."""
 
     def __init__(self, mappings: Sequence[Mapping], nbytes: int, device: torch.device, rank: int):
@@ -121,16 +120,11 @@ class DeviceSlab:
         base = driver.allocate(nbytes)
         mappings = []
         for index, handle in enumerate(world.exchange("share the heap", driver.export(base))):
-            if index == world.index:
-                mappings.append(Mapping(base, lambda: driver.free(base)))
-            else:
-                peer = driver.open(handle)
-                mappings.append(Mapping(peer, lambda peer=peer: driver.close(peer)))  # type: ignore[misc]
+            own = index == world.index
+            address, release = (base, driver.free) if own else (driver.open(handle), driver.close)
+            mappings.append(Mapping(address, partial(release, address)))
         world.sync("map the heaps")
         return cls(mappings, nbytes, device, world.index)
-
-    def commit(self, group: Group, offsets: Sequence[int], nbytes: int) -> None:
-        """Do nothing: the memory is there from the start."""
 
     def owner(self, rank: int, offset: int, nbytes: int) -> object:
         return _Range(self._mappings[rank], offset, nbytes, rank == self._rank)

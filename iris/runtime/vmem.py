@@ -49,14 +49,12 @@ class VirtualSlab(DeviceSlab):
         spaces = [self._spaces[rank] for rank in group.ranks]
         wanted = [s.chunks(offset, nbytes) for s, offset in zip(spaces, offsets, strict=True)]
         lacking = any(s.lacks(chunks) for s, chunks in zip(spaces, wanted, strict=True))
-        if not any(flag == b"\1" for flag in group.exchange("grow the heap", bytes([lacking]))):
+        if not any(group.exchange_object("grow the heap", lacking)):
             return
         own, mine = spaces[group.index], wanted[group.index]
-        problems = group.exchange("grow the heap: commit", own.commit(mine).encode())
+        problems = group.exchange_object("grow the heap: commit", own.commit(mine))
         if any(problems):
-            lines = [
-                f"  rank {r}: {p.decode()}" for r, p in zip(group.ranks, problems, strict=True)
-            ]
+            lines = [f"  rank {r}: {p}" for r, p in zip(group.ranks, problems, strict=True)]
             raise HeapExhaustedError(
                 f"the GPU has no memory for {nbytes} more bytes of heap\n" + "\n".join(lines),
                 help="drop tensors, or free memory that torch caches with torch.cuda.empty_cache()",
