@@ -1,6 +1,7 @@
 """The copy engine's part of the Iris class: copies to peers that use no SM of the GPU."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -202,49 +203,55 @@ class _Call:
     def same_layouts(self, source: Any, target: Any) -> None:
         """Add the copy of a tensor to the peer's place of another."""
         names = ("from_tensor",) if target is source else ("from_tensor", "to_tensor")
-        if not all(map(self._here, names, (source, target))):
-            return
-        if (source.shape, source.dtype) != (target.shape, target.dtype):
-            shapes = f"{_kind(target)}, from_tensor is {_kind(source)}"
-            self.problems.append(f"to_tensor: {shapes}")
-            return
-        if 0 in target.squeeze().stride():
-            self.problems.append(f"{names[-1]}: elements of {_kind(target)} share a place")
-            return
-        dst = self._there(names[-1], target) if target.numel() else 0
-        if dst is not None:
+        with self._noted():
+            for name, tensor in zip(names, (source, target), strict=False):
+                self._check_here(name, tensor)
+            if (source.shape, source.dtype) != (target.shape, target.dtype):
+                shapes = f"{_kind(target)}, from_tensor is {_kind(source)}"
+                raise ConfigError(f"to_tensor: {shapes}")
+            if 0 in target.squeeze().stride():
+                raise ConfigError(f"{names[-1]}: elements of {_kind(target)} share a place")
+            dst = self._there(names[-1], target) if target.numel() else 0
             self._copy(dst, _strides(target), source)
 
     def tile(self, name: str, tile: Any, ptr_name: str, ptr: Any, stride: Any) -> None:
         """Add the copy of a tile."""
-        if not self._here(name, tile):
-            return
-        if tile.dim() != 2:
-            self.problems.append(f"{name}: {_kind(tile)} has not 2 dims")
-            return
-        item, (rows, columns) = tile.element_size(), tile.shape
-        if not _whole(stride) or (rows > 1 and stride < columns * item):
-            row = f"a row of {_kind(tile)} has {columns * item} bytes"
-            self.problems.append(f"stride {stride!r} of {name}: {row}")
-            return
-        span = (rows - 1) * stride + columns * item
-        dst = self._address(ptr_name, ptr, tile, span) if tile.numel() else 0
-        if dst is not None:
+        with self._noted():
+            self._check_here(name, tile)
+            if tile.dim() != 2:
+                raise ConfigError(f"{name}: {_kind(tile)} has not 2 dims")
+            item, (rows, columns) = tile.element_size(), tile.shape
+            if not _whole(stride) or (rows > 1 and stride < columns * item):
+                row = f"a row of {_kind(tile)} has {columns * item} bytes"
+                raise ConfigError(f"stride {stride!r} of {name}: {row}")
+            span = (rows - 1) * stride + columns * item
+            dst = self._address(ptr_name, ptr, tile, span) if tile.numel() else 0
             self._copy(dst, (stride, item), tile)
 
     def flags(self, wait: Flag, least: int | None, signal: Flag, value: int, op: str) -> None:
         """Add the wait before and the signal after."""
-        if (wait is None) != (least is None):
-            self.problems.append("wait_flag and wait_value: give both or none")
-        elif wait is not None and least is not None and self._flag("wait_flag", wait, least):
-            what = f"{self._name} of rank {self._ctx.cur_rank} to rank {self._peer}"
-            self._before = [Wait(wait.data_ptr(), least, wait.itemsize == 8, what)]
+        with self._noted():
+            if (wait is None) != (least is None):
+                raise ConfigError("wait_flag and wait_value: give both or none")
+            if wait is not None and least is not None:
+                self._check_flag("wait_flag", wait, least)
+                what = f"{self._name} of rank {self._ctx.cur_rank} to rank {self._peer}"
+                self._before = [Wait(wait.data_ptr(), least, wait.itemsize == 8, what)]
         if op not in ("set", "add"):
             self.problems.append(f"signal_op={op!r}: it is 'set' or 'add'")
-        if signal is not None and self._flag("signal_flag", signal, value):
-            there = self._there("signal_flag", signal)
-            if there is not None:
+        if signal is not None:
+            with self._noted():
+                self._check_flag("signal_flag", signal, value)
+                there = self._there("signal_flag", signal)
                 self._after = [Mark(there, value, signal.itemsize == 8, op == "add")]
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Keep a problem for `check`, which raises all of them."""
+        try:
+            yield
+        except ConfigError as error:
+            self.problems.append(error.message)
 
     def check(self) -> None:
         """Raise ``ConfigError`` that lists all problems."""
@@ -274,79 +281,55 @@ class _Call:
 
     def _copy(self, dst: int, strides: Sequence[int], source: Tensor) -> None:
         self._used.append(source)
-        try:
-            self._copies += rectangles(
-                dst,
-                strides,
-                source.data_ptr(),
-                _strides(source),
-                source.shape,
-                source.element_size(),
-            )
-        except ConfigError as error:
-            self.problems.append(error.message)
+        src = source.data_ptr(), _strides(source)
+        self._copies += rectangles(dst, strides, *src, source.shape, source.element_size())
 
-    def _here(self, name: str, tensor: Any) -> bool:
-        """Whether a tensor can be read by this rank's copy engine."""
+    def _check_here(self, name: str, tensor: Any) -> None:
+        """A tensor can be read by this rank's copy engine."""
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
-            self.problems.append(f"{name}: {type(tensor).__name__} is no strided tensor")
-            return False
+            raise ConfigError(f"{name}: {type(tensor).__name__} is no strided tensor")
         if tensor.device != self._ctx.device:
-            self.problems.append(f"{name}: on {tensor.device}, this rank is on {self._ctx.device}")
-            return False
+            raise ConfigError(f"{name}: on {tensor.device}, this rank is on {self._ctx.device}")
         if tensor.is_conj() or tensor.is_neg():
             view = "a view whose memory holds other values"
-            self.problems.append(f"{name}: {view}; pass .resolve_conj().resolve_neg()")
-            return False
-        return True
+            raise ConfigError(f"{name}: {view}; pass .resolve_conj().resolve_neg()")
 
-    def _there(self, name: str, tensor: Tensor, span: int = 0) -> int | None:
+    def _there(self, name: str, tensor: Tensor, span: int = 0) -> int:
         """Address, in this process, of the peer's tensor at the same place, which has ``span``."""
         found = self._ctx.heap.find(tensor)
         if found is None:
-            self.problems.append(f"{name}: not on the symmetric heap")
-            return None
+            raise ConfigError(f"{name}: not on the symmetric heap")
         block, at = found
         if self._peer not in block.ranks:
-            self.problems.append(f"{name}: only ranks {block.ranks} allocated it")
-            return None
+            raise ConfigError(f"{name}: only ranks {block.ranks} allocated it")
         if at + span > block.nbytes:
             where = f"the {block.nbytes - at} that were allocated from there"
-            self.problems.append(f"{name}: {span} bytes are more than {where}")
-            return None
+            raise ConfigError(f"{name}: {span} bytes are more than {where}")
         return block.peers[block.ranks.index(self._peer)] + at
 
-    def _address(self, name: str, ptr: Any, tile: Tensor, span: int) -> int | None:
+    def _address(self, name: str, ptr: Any, tile: Tensor, span: int) -> int:
         """Address, in this process, of the ``span`` bytes of the peer that a tile goes to."""
         if isinstance(ptr, Tensor):
-            if not self._here(name, ptr):
-                return None
+            self._check_here(name, ptr)
             if ptr.dtype != tile.dtype:
-                self.problems.append(f"{name}: {_kind(ptr)}, the tile is {_kind(tile)}")
-                return None
+                raise ConfigError(f"{name}: {_kind(ptr)}, the tile is {_kind(tile)}")
             return self._there(name, ptr, span)
         if not _whole(ptr):
-            self.problems.append(f"{name}: {type(ptr).__name__} is neither an address nor a tensor")
-            return None
+            raise ConfigError(f"{name}: {type(ptr).__name__} is neither an address nor a tensor")
         if not self._ctx.heap.holds(self._peer, int(ptr), int(ptr) + span):
             where = f"{span} bytes there are not all on the heap of rank {self._peer}"
-            self.problems.append(f"{name}={ptr:#x}: {where}")
-            return None
+            raise ConfigError(f"{name}={ptr:#x}: {where}")
         return int(ptr)
 
-    def _flag(self, name: str, flag: Any, value: Any) -> bool:
-        if not self._here(name, flag):
-            return False
+    def _check_flag(self, name: str, flag: Any, value: Any) -> None:
+        self._check_here(name, flag)
         if flag.numel() != 1 or flag.dtype not in _FLAGS:
             kinds = "one int32, int64, uint32 or uint64"
-            self.problems.append(f"{name}: {_kind(flag)} is not {kinds}")
-            return False
+            raise ConfigError(f"{name}: {_kind(flag)} is not {kinds}")
         bits = 8 * flag.itemsize
         if not _whole(value) or not -(1 << (bits - 1)) <= value < 1 << bits:
             title = name.replace("flag", "value")
-            self.problems.append(f"{title}={value!r}: no integer of {bits} bits")
-            return False
-        return True
+            raise ConfigError(f"{title}={value!r}: no integer of {bits} bits")
 
 
 def _whole(value: Any) -> bool:
