@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from iris.config import private_folder, write_private
 from iris.graph.nodes import Arg, Node, Ref, Token
+from iris.graph.passes.epilogue import RESHAPES
+from iris.graph.passes.memory import base
 from iris.graph.types import TensorType
 
 if TYPE_CHECKING:
@@ -83,7 +85,13 @@ def _clamp(a: str, low: str = "None", high: str = "None") -> str:
     return a if high == "None" else _least(a, high)
 
 
+def _function(name: str) -> Expression:
+    return lambda a: f"tl.{name}({a})"
+
+
+PLAIN = ("sigmoid", "exp", "sqrt", "rsqrt", "abs", "exp2", "log", "erf", "sin", "cos")
 EXPRESSIONS: Mapping[str, Expression] = {
+    **{name: _function(name) for name in PLAIN},
     "add": _scaled("+"),
     "sub": _scaled("-"),
     "rsub": lambda a, b, alpha="1": _scaled("-")(b, a, alpha),
@@ -91,35 +99,21 @@ EXPRESSIONS: Mapping[str, Expression] = {
     "div": _binary("/"),
     "neg": lambda a: f"-{a}",
     "relu": lambda a: _most(a, "0.0"),
-    "sigmoid": lambda a: f"tl.sigmoid({a})",
     "silu": lambda a: f"{a} * tl.sigmoid({a})",
     "tanh": lambda a: f"2.0 * tl.sigmoid(2.0 * {a}) - 1.0",
     "gelu": _gelu,
-    "exp": lambda a: f"tl.exp({a})",
-    "sqrt": lambda a: f"tl.sqrt({a})",
-    "rsqrt": lambda a: f"tl.rsqrt({a})",
-    "abs": lambda a: f"tl.abs({a})",
     "reciprocal": lambda a: f"1.0 / {a}",
     "maximum": _most,
     "minimum": _least,
     "pow": _power,
     "clamp": _clamp,
-    "exp2": lambda a: f"tl.exp2({a})",
-    "log": lambda a: f"tl.log({a})",
-    "erf": lambda a: f"tl.erf({a})",
-    "sin": lambda a: f"tl.sin({a})",
-    "cos": lambda a: f"tl.cos({a})",
     "clamp_min": _most,
     "clamp_max": _least,
     "hardtanh": lambda a, low="-1", high="1": _clamp(a, low, high),
     "leaky_relu": lambda a, slope="0.01": f"tl.where({a} > 0, {a}, {slope} * {a})",
     "_to_copy": lambda a, **_: a,
     "clone": lambda a, **_: a,
-    # Views of rows and columns: a tile is the same tile.
-    "view": lambda a, *_: a,
-    "_unsafe_view": lambda a, *_: a,
-    "unsqueeze": lambda a, *_: a,
-    "squeeze": lambda a, *_: a,
+    **dict.fromkeys(RESHAPES, lambda a, *_: a),  # a tile is the same tile
 }
 """Triton text of each op that an epilogue may hold, by ATen name without the overload."""
 
@@ -142,12 +136,9 @@ class Epilogue:
         return _module(name, self.source).epilogue
 
 
-VIEWS = frozenset({"view", "_unsafe_view", "unsqueeze", "squeeze"})
-
-
 def is_row_view(node: Node, types: Mapping[str, TensorType]) -> bool:
     """A view that keeps the last dim, so that the result is the same rows and columns."""
-    if node.op.partition(".")[0] not in VIEWS:
+    if base(node.op) not in RESHAPES:
         return False
     old, new = types[node.uses[0]].shape, node.out.type.shape
     return bool(old and new) and old[-1] == new[-1]
@@ -155,8 +146,8 @@ def is_row_view(node: Node, types: Mapping[str, TensorType]) -> bool:
 
 def obstacle(node: Node, types: Mapping[str, TensorType]) -> str | None:
     """Why ``node``, which is no view, cannot be part of an epilogue; None when it can."""
-    name = node.op.partition(".")[0]
-    if name not in EXPRESSIONS or name in VIEWS:
+    name = base(node.op)
+    if name not in EXPRESSIONS or name in RESHAPES:
         return f"{node.op} is not a pointwise op that epilogues have"
     if len(node.outputs) != 1 or node.out.type.dtype not in FLOATS:
         return f"{node.op} makes {node.outputs[0].type.dtype} values"
@@ -171,7 +162,7 @@ def obstacle(node: Node, types: Mapping[str, TensorType]) -> str | None:
 def generate(chain: "Chain") -> Epilogue | None:
     """The function that computes a chain; None where it is empty, but for views."""
     nodes, tiles, result = chain.nodes, chain.tiles, chain.result
-    if all(node.op.partition(".")[0] in VIEWS for node in nodes):
+    if all(base(node.op) in RESHAPES for node in nodes):
         return None
     made = {value.name for node in nodes for value in node.outputs}
     outside = [
@@ -195,7 +186,7 @@ def generate(chain: "Chain") -> Epilogue | None:
 
 
 def _expression(node: Node) -> str:
-    write = EXPRESSIONS[node.op.partition(".")[0]]
+    write = EXPRESSIONS[base(node.op)]
     args = [_text(arg) for arg in node.args]
     attrs = {key: _text(arg) for key, arg in node.attrs}
     return write(*args, **attrs)

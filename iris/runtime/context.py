@@ -34,7 +34,6 @@ from iris.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from iris.device.barrier import DeviceBarrier
-    from iris.device.watch import Watch
 
 _current: "Iris | None" = None
 
@@ -141,6 +140,9 @@ class Iris(Creation, CopyEngine, Recovery, RankLogging):
         kind: str,
         engines: tuple[str, ...],
     ) -> None:
+        from iris.device.barrier import prepare  # brings in triton
+        from iris.device.watch import Watch
+
         board, self.device = self._board, placement.device
         self.cur_rank, self.num_ranks = rendezvous.rank, rendezvous.size
         shares = meet(rendezvous, board, placement)
@@ -166,11 +168,11 @@ class Iris(Creation, CopyEngine, Recovery, RankLogging):
         self.counting: weakref.WeakSet[Counting] = weakref.WeakSet()
         self._engine: Engine | None = None
         self.checks: Checks | None = None  # under IRIS_CHECK=1
-        self.watch = _watch(self)
+        self.watch = Watch.create(self, config.timeout(), config.slow())
         self._watchdog = Watchdog(board, self.watch)
         self._watchdog.start()
         if self.device.type == "cuda":
-            _load_barrier(self)
+            prepare(self)
         if engines:
             self._engine = Engine(self)
         if config.check():
@@ -405,18 +407,6 @@ def _ranks_of(group: Sequence[int] | dist.ProcessGroup) -> tuple[int, ...]:
             f"group={group!r} is not a group of this rank",
             help="use global ranks, as in group=[0, 2], or a ProcessGroup that this rank is in",
         ) from None
-
-
-def _watch(ctx: Iris) -> "Watch":
-    from iris.device.watch import Watch  # the device package brings in triton
-
-    return Watch.create(ctx, config.timeout(), config.slow())
-
-
-def _load_barrier(ctx: Iris) -> None:
-    from iris.device.barrier import prepare
-
-    prepare(ctx)
 
 
 def describe(error: BaseException) -> str:

@@ -23,8 +23,9 @@ class TraceContext:
     name: str
     mesh: ProgramMesh | None
     uneven: bool = False
-    calls: list[Any] = field(default_factory=list)  # nested functions traced so far, by number
-    signatures: dict[object, Any] = field(default_factory=dict)
+    calls: list[Any] = field(default_factory=list)  # traces of nested functions
+    # Of nested functions: the place among those, or None where a trace does not serve.
+    signatures: dict[object, int | None] = field(default_factory=dict)
     recorder: Any = None  # of what runs
     # Of a traced tensor, where shards are uneven.
     type_of: Callable[[Tensor], TensorType] | None = None

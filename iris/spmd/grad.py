@@ -265,7 +265,7 @@ class _Joint:
 
     def _call(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is CALL:
-            return self._replay(self.context.calls[args[1]].traced.module, args[0])
+            return self._replay(self.context.calls[args[1]].module, args[0])
         if target in TRANSPOSES:
             ranks = group_size(self.mesh, args[1].split(","))
             return _Collective.apply(target, ranks, *args)  # type: ignore[no-untyped-call]

@@ -147,7 +147,7 @@ class Importer:
     def _inline(self, node: Any) -> None:
         """The nodes of a nested function, once more, on this call's operands."""
         operands, number = node.args
-        module = self.context.calls[number].traced.module
+        module = self.context.calls[number].module
         waiting = [self._env[operand] for operand in operands]
         for inner in module.graph.nodes:
             if inner.op == "placeholder":

@@ -8,7 +8,6 @@ ones that are no arguments) is simply run inside the outer trace.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,18 +20,10 @@ from iris.graph.types import TensorType
 from iris.spmd.binding import Binder, Bound
 from iris.spmd.context import TraceContext
 from iris.spmd.recording import TracedOutside, returned
-from iris.spmd.tracing import Traced, is_traced, trace
+from iris.spmd.tracing import is_traced, trace
 
 _LIBRARY = torch.library.Library("iris", "FRAGMENT")
 _LIBRARY.define("call(Tensor[] inputs, int number) -> Tensor[]")
-
-
-@dataclass(frozen=True)
-class InlineCall:
-    """One signature of a nested function: its trace, by number in the outer trace."""
-
-    number: int
-    traced: Traced
 
 
 class _NeedsTypesError(Exception):
@@ -58,7 +49,7 @@ def _results(inputs: Sequence[Tensor], number: int) -> list[Tensor]:
 
     context = tracing()
     assert context is not None
-    module = context.calls[number].traced.module
+    module = context.calls[number].module
     fakes = [value.meta["val"] for value in returned(module.graph)]
     return [
         torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
@@ -81,18 +72,20 @@ def call_inline(
         return fn(*args, **kwargs)
     if key not in context.signatures:
         context.signatures[key] = _trace(fn, binder, bound, context)
-    call = context.signatures[key]
-    if call is None:
+    number = context.signatures[key]
+    if number is None:
         return fn(*args, **kwargs)
-    results = CALL(bound.tensors, call.number)
-    leaves = [out.of(results, bound.tensors) for out in call.traced.outputs]
-    return pytree.tree_unflatten(leaves, call.traced.out_tree)
+    results, traced = CALL(bound.tensors, number), context.calls[number]
+    leaves = [out.of(results, bound.tensors) for out in traced.outputs]
+    return pytree.tree_unflatten(leaves, traced.out_tree)
 
 
 def _trace(
     fn: Callable[..., Any], binder: Binder, bound: Bound, context: TraceContext
-) -> InlineCall | None:
-    """Trace ``fn`` apart from the outer trace; None where a call cannot stand for it."""
+) -> int | None:
+    """Trace ``fn`` apart from the outer trace, and return the number of that trace there; None
+    where a call cannot stand for it.
+    """
 
     def rebuild(inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return binder.rebuild(bound.values, inputs)
@@ -111,6 +104,5 @@ def _trace(
     )
     if writes or any(out.kind == "tensor" for out in traced.outputs):
         return None
-    call = InlineCall(len(context.calls), traced)
-    context.calls.append(call)
-    return call
+    context.calls.append(traced)
+    return len(context.calls) - 1

@@ -95,6 +95,15 @@ def is_traced(value: object) -> bool:
     )
 
 
+@contextmanager
+def _recordable() -> Iterator[None]:
+    """Inference tensors have no versions, and what is recorded has."""
+    grad = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        yield
+
+
+@_recordable()
 def trace(
     fn: Callable[..., Any],
     rebuild: Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]],
@@ -107,19 +116,6 @@ def trace(
     ``rebuild`` puts tensors back into the arguments. ``watched`` are the places outside that the
     function may touch; a traced tensor left in one is an error, and the old value is put back.
     """
-    grad = torch.is_grad_enabled()
-    # Inference tensors have no versions, and what is recorded has.
-    with torch.inference_mode(False), torch.set_grad_enabled(grad):
-        return _recorded(fn, rebuild, tensors, context, watched)
-
-
-def _recorded(
-    fn: Callable[..., Any],
-    rebuild: Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]],
-    tensors: Sequence[Tensor],
-    context: TraceContext,
-    watched: Sequence[Access],
-) -> Traced:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [fake(mode, tensor) for tensor in tensors]
     recorder = Recorder(mode, fakes[0].device.type if fakes else "cpu")

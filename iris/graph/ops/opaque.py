@@ -49,19 +49,16 @@ class Factory(Op):
         return [[made] * group_size(mesh, mesh.names)]
 
 
+ZEROS = (
+    "zeros", "empty", "empty_strided", "new_zeros", "new_empty", "new_empty_strided",
+)  # fmt: skip
 FACTORIES: dict[str, Op] = {
     name: Factory(name, function)
     for name, function in {
-        "zeros": lambda shape, args: np.zeros(shape),
-        "ones": lambda shape, args: np.ones(shape),
+        **dict.fromkeys(ZEROS, lambda shape, args: np.zeros(shape)),
+        **dict.fromkeys(("ones", "new_ones"), lambda shape, args: np.ones(shape)),
         "full": lambda shape, args: np.full(shape, args[1]),
-        "empty": lambda shape, args: np.zeros(shape),
-        "new_zeros": lambda shape, args: np.zeros(shape),
-        "new_ones": lambda shape, args: np.ones(shape),
         "new_full": lambda shape, args: np.full(shape, args[2]),
-        "new_empty": lambda shape, args: np.zeros(shape),
-        "new_empty_strided": lambda shape, args: np.zeros(shape),
-        "empty_strided": lambda shape, args: np.zeros(shape),
         "scalar_tensor": lambda shape, args: np.asarray(args[0]),
         "arange": lambda shape, args: np.arange(*args),
         "eye": lambda shape, args: np.eye(*shape),

@@ -108,20 +108,9 @@ def matmul_all_reduce_kernel(
             send = (row0 + rank * shard, (m, N), ld, sums)
             first = rank * shard
             sum_rows(
-                number,
-                m,
-                first,
-                run,
-                parts,
-                size,
-                line,
-                _send_sum,
-                send,
-                _sent_sums,
-                mine,
-                after,
+                number, m, first, run, parts, size, line, _send_sum, send, _sent_sums, mine, after,
                 T,
-            )
+            )  # fmt: skip
             tracing.end(watch, since, tracing.SUM)
             since = tracing.begin(watch)
             source = peer(sums, rank, T.dtype) + row0 * ld
