@@ -80,7 +80,7 @@ _LAZY = {
     **dict.fromkeys(("signal", "wait"), "iris.device.signals"),
     "DeviceContext": "iris.device.context",
     "quiet": "iris.device.copy_engine",
-    "draw": "iris.spmd.drawing",
+    "draw": "iris.graph.draw",
     "local_mesh": "iris.spmd.local",
     "explain": "iris.spmd.summary",
     "parallelize": "iris.hf",

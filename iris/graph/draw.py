@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from iris.errors import UnsupportedError
 from iris.graph.layout import Edge, Layout, Point, layered
@@ -83,16 +84,20 @@ class Card:
         return max(self.width, widest), self.height + len(self.types) * SMALL + bool(self.types) * 4
 
 
-def draw(graph: Graph, path: str | Path | None = None) -> str:
-    """The picture of ``graph`` as SVG text; also written to ``path`` (``.svg`` or ``.png``).
+def draw(program: Any, path: str | Path | None = None) -> str:
+    """A picture of a graph, or of a traced or lowered program, as SVG text; written to ``path``
+    too, as .svg or .png.
 
-    UnsupportedError for another ending, or for ``.png`` where matplotlib is not installed.
+    Stages are boxes around the nodes that they replace, compute and communication have different
+    colours, edges carry types. UnsupportedError for another ending, or for .png where matplotlib
+    is not installed.
 
+    >>> svg = iris.draw(mlp.trace(x, w_up, w_down).lower(), "mlp.svg")       # doctest: +SKIP
     >>> from iris.graph.parse import parse
     >>> draw(parse("graph f[](%x: f32[2]):\\n  return %x\\n"))[:4]
     '<svg'
     """
-    shapes, width, height = picture(graph)
+    shapes, width, height = picture(getattr(program, "graph", program))
     svg = to_svg(shapes, width, height)
     ending = Path(path).suffix if path is not None else ".svg"
     if ending not in (".svg", ".png"):

@@ -7,7 +7,8 @@ cannot serve a body, `match` says why, and the body runs node by node.
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from iris.graph.nodes import Node, Value
 from iris.graph.ops.rules import axes_of, shard_sizes
@@ -88,10 +89,10 @@ class _Body:
     nodes: Sequence[Node]
     types: Types
     mesh: Mesh
-    kept: tuple[str, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "kept", tuple(value.name for value in self.stage.outputs))
+    @cached_property
+    def kept(self) -> tuple[str, ...]:
+        return tuple(value.name for value in self.stage.outputs)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.types[name].shape

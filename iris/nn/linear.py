@@ -106,13 +106,15 @@ class RowParallelLinear(nn.Module):
         *,
         axis: str = "tp",
         mesh: DeviceMesh | None = None,
-        sequence_parallel: bool = False,
+        **options: Any,
     ) -> "RowParallelLinear":
-        """Copy this rank's columns of an unsharded layer, or read them from a `Checkpoint`."""
+        """Copy this rank's columns of an unsharded layer, or read them from a `Checkpoint`;
+        ``options`` are those of the class.
+        """
         place = Place.of(axis, mesh)
         bias = None if linear.bias is None else linear.bias[:].detach().clone()
         weight = place.take(linear.weight, 1)
-        return cls(weight, bias, axis=axis, mesh=mesh, sequence_parallel=sequence_parallel)
+        return cls(weight, bias, axis=axis, mesh=mesh, **options)
 
     def forward(self, x: Tensor, sequence_parallel: bool | None = None) -> Tensor:
         """``sequence_parallel`` here is for this call only."""

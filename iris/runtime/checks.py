@@ -1,7 +1,6 @@
 """What ``IRIS_CHECK=1`` looks at, and when: guards of the heap, and the order of accesses."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from iris.errors import CheckError
@@ -66,7 +65,7 @@ class Checks:
         happened so far is before all that comes.
         """
         synchronize(self._heap.device)
-        with self._unnoted():
+        with nullcontext() if self.races is None else self.races.recorder.silence():
             faults: dict[tuple[str, ...], str] = {(text,): text for text in self._heap.faults()}
             help = STRAY_STORE if faults else None
             if self.races is not None and group is self._world:
@@ -81,8 +80,3 @@ class Checks:
             more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
             text = "\n".join([*list(found.values())[:_SHOWN], *more])
             raise CheckError(text, help=helps[0] if helps else None)
-
-    @contextmanager
-    def _unnoted(self) -> Iterator[None]:
-        with nullcontext() if self.races is None else self.races.recorder.silence():
-            yield

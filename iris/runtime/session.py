@@ -180,9 +180,7 @@ class Session(RankPool):
     def _stop(self, channels: Sequence[Connection], at_once: bool) -> None:
         """Interrupt the ranks that still run, or end them."""
         self._stop_by = time.monotonic() + _STOP_SECONDS
-        self._signal(channels, signal.SIGKILL if at_once else signal.SIGINT)
-
-    def _signal(self, channels: Sequence[Connection], number: signal.Signals) -> None:
+        number = signal.SIGKILL if at_once else signal.SIGINT
         for rank in self._ranks:
             if rank.channel in channels and not rank.join(0):
                 with suppress(ProcessLookupError):

@@ -144,9 +144,7 @@ def reduce_scatter(
     if trace is None:
         return eager.reduce_scatter(_group(axis, group, mesh), x, dim, op)
     axes = _axes(trace, axis, group)
-    sizes = trace.scattered_sizes(axes, x.shape[dim])
-    trace.know(axes, x.shape[dim])
-    return _reduce_scatter(x, ",".join(axes), dim, op, sizes[trace.member(axes)])
+    return _reduce_scatter(x, ",".join(axes), dim, op, trace.kept(axes, x.shape[dim]))
 
 
 def all_reduce(
@@ -193,8 +191,7 @@ def all_to_all(
     if trace is None:
         return eager.all_to_all(_group(axis, group, mesh), x, split_dim, concat_dim)
     axes = _axes(trace, axis, group)
-    kept = trace.scattered_sizes(axes, x.shape[split_dim])[trace.member(axes)]
-    trace.know(axes, x.shape[split_dim])
+    kept = trace.kept(axes, x.shape[split_dim])
     if split_dim == concat_dim:
         joined = kept = size or kept * trace.bind(axes)[0].size(axes)
     else:

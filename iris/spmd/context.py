@@ -68,6 +68,11 @@ class TraceContext:
         assert self.mesh is not None
         return shard_sizes(size, self.mesh.shape, axes)
 
+    def kept(self, axes: tuple[str, ...], size: int) -> int:
+        """Rows of this rank's shard, where ``size`` rows are split over ``axes``."""
+        self.know(axes, size)
+        return self.scattered_sizes(axes, size)[self.member(axes)]
+
     def member(self, axes: tuple[str, ...]) -> int:
         """This rank's place among the members of ``axes``."""
         assert self.mesh is not None
