@@ -137,7 +137,7 @@ def moves():
     compare(ctx, stage, reference, lambda r, s: integers(r, s, [3, 14], torch.int16)[:, ::2])
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("case", [gathers, scatters, sums, moves])
 def test_collectives(ranks, case, world):
     ranks(world).run(case)

@@ -340,10 +340,11 @@ if sys.argv[1] == "killed":
 """
 
 
-SLOWLY = [pytest.param(way, marks=pytest.mark.slow) for way in ("returns", "restarted", "orphaned")]
+WAYS = ("returns", "killed", "restarted", "orphaned")
+SLOWLY = [pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
 
 
-@pytest.mark.parametrize("way_out", ["killed", "interrupted", *SLOWLY])
+@pytest.mark.parametrize("way_out", ["interrupted", *SLOWLY])
 def test_process_exit_leaves_nothing(way_out, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

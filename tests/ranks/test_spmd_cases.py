@@ -325,8 +325,15 @@ def _rows_do_not_matter(lowering, dtype):
         assert torch.equal(product(x[:k, :4], w), products[:k])
 
 
-@BOTH
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("lowering", "dtype"),
+    [
+        ("torch", torch.bfloat16),
+        ("torch", torch.float32),
+        ("triton", torch.bfloat16),
+        pytest.param("triton", torch.float32, marks=pytest.mark.slow),
+    ],
+)
 def test_sums_of_some_rows_are_rows_of_the_sum(ranks, lowering, dtype):
     # vllm-project/vllm#57042
     ranks(3).run(_rows_do_not_matter, lowering, dtype)
