@@ -237,16 +237,28 @@ def _checked(
                 f"attention_mask is {found}, where [batch, past + rows] is {wanted}",
                 help="it is 1 for tokens and 0 for padding, of the past too",
             )
+    _check_state(model)
+    return ids
+
+
+def _check_state(model: Any) -> None:
+    """UnsupportedError for what was asked of the model itself, not of a call."""
     if model.training and getattr(model.config, "attention_dropout", 0):
         raise UnsupportedError(
             "a parallelized model has no dropout", help="set config.attention_dropout = 0"
+        )
+    one = model.model.layers[0].self_attn
+    learns = torch.is_grad_enabled() and (model.training or one.qkv.requires_grad)
+    if learns and one.copies > 1:
+        raise UnsupportedError(
+            "there are no gradients where key heads are repeated over ranks",
+            help="train on ranks that divide the key heads, or call model.eval()",
         )
     if model.model._forward_hooks or model.model._forward_pre_hooks:
         raise UnsupportedError(
             f"hooks of {type(model.model).__name__} would not be called in a parallelized model",
             help="set them on the model or on layers",
         )
-    return ids
 
 
 def _check_past(model: Any, known: HeldLayer, batch: int) -> None:

@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from iris.errors import SpecError, UnsupportedError
 from iris.nn import Checkpoint, ParallelAttention, ParallelEmbedding, ParallelHead, ParallelMLP
 from iris.nn.shards import LinearSource, Source, parameter
+from iris.runtime.context import current
 from iris.spmd.decorator import spmd
+from iris.spmd.mesh import ProgramMesh
 from iris.spmd.modules import partition
 from iris.spmd.specs import P
 
@@ -62,6 +64,9 @@ def parallelize(
             ends by words.
         weights: where to read this rank's slices from; None cuts what the model holds.
 
+    ``state_dict()`` has this rank's shards, `iris.hf.whole_state_dict` and ``save_pretrained``,
+    which is collective, have the whole weights under the names they had.
+
     Raises SpecError for an unknown axis or plan, UnsupportedError for a model of another form.
 
     >>> model = iris.parallelize(AutoModelForCausalLM.from_pretrained(path))      # doctest: +SKIP
@@ -69,11 +74,16 @@ def parallelize(
     """
     _check(model)
     _check_plan(model, plan)
-    from iris.hf import decoder
+    _check_parts(model, weights)
+    from iris.hf import decoder, saving
 
     kinds = decoder.Kinds.find(model)
-    if mesh is not None and axis in (mesh.mesh_dim_names or ()):
-        mesh = mesh[axis]
+    ranks = tuple(range(current().num_ranks))
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise SpecError(f"mesh is a {type(mesh).__name__}", help="use iris.mesh(shape, names)")
+    if mesh is not None:
+        ranks = ProgramMesh.of(mesh).ranks
+        mesh = mesh[axis] if axis in (mesh.mesh_dim_names or ()) else mesh
     with torch.no_grad():
         _Cutter(model, axis, mesh, weights).run()
     body: Any = model.get_submodule("model")
@@ -87,6 +97,8 @@ def parallelize(
     own: dict[str, Any] = {"kinds": kinds, "spmd": program.__get__(model)}
     own["forward"] = partial(decoder.forward, model)
     own["_prepare_cache_for_generation"] = partial(decoder.prepare_cache, model)
+    own["save_pretrained"] = partial(saving.save_pretrained, model, ranks=ranks)
+    own["supports_gradient_checkpointing"] = False
     vars(model).update(own)
     return model
 
@@ -94,7 +106,7 @@ def parallelize(
 def _check(model: nn.Module) -> None:
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", type(model).__name__)
-    if kind not in FAMILY or not hasattr(model, "lm_head"):
+    if kind not in FAMILY or "lm_head" not in model._modules:
         raise UnsupportedError(
             f"iris.parallelize does not know the form of {type(model).__name__} ({kind})",
             help=f"it knows causal language models of {', '.join(FAMILY)}; others: iris.nn",
@@ -109,25 +121,73 @@ def _check_plan(model: nn.Module, plan: str | Mapping[str, str]) -> None:
     """SpecError that lists every linear layer that the plan does not split as attention and
     feed-forward need it.
     """
-    if isinstance(plan, str) and plan != "auto":
+    if not isinstance(plan, Mapping) and plan != "auto":
         raise SpecError(f"plan {plan!r} is not known", help='pass "auto" or a dict of styles')
     config: Any = model.config
     given: Any = getattr(config, "base_model_tp_plan", None) if plan == "auto" else plan
-    if not given:
+    if not given and plan == "auto":
         return
     wrong = []
     for name, _ in model.get_submodule("model").named_modules():
         wanted = STYLES.get(name.rpartition(".")[2])
-        rule = next((rule for rule in given if fnmatch(name, rule)), None)
+        rules = (r for r in given if fnmatch(name, r) or fnmatch(f"model.{name}", r))
+        rule = next(rules, None)
         if wanted and (rule is None or given[rule] != wanted):
             found = "not split" if rule is None else given[rule]
-            wrong.append(f"{re.sub('[0-9]+', '*', name)}: {found}, not {wanted}")
+            wrong.append(f"{_anonymous(name)}: {found}, not {wanted}")
     if wrong:
         raise SpecError(
             f"the plan does not split {type(model).__name__} as it must be:\n  "
             + "\n  ".join(dict.fromkeys(wrong)),
             help='plan="auto" is the model\'s own',
         )
+
+
+def _check_parts(model: nn.Module, weights: Checkpoint | None) -> None:
+    """UnsupportedError that lists what cannot be cut, or would be lost with what it is of."""
+    wrong = []
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        linear = last in STYLES or name == "lm_head"
+        replaced = linear or last in ("self_attn", "mlp", "embed_tokens") or name == "model"
+        if linear and not _is_plain(module):
+            wrong.append(f"{_anonymous(name)} is no plain linear layer but a {_kind(module)}")
+        if replaced and (module._forward_hooks or module._forward_pre_hooks):
+            wrong.append(f"{_anonymous(name)} has hooks")
+    if not [*model.get_submodule("model.layers").children()]:
+        wrong.append("it has no layers")
+    if getattr(model, "is_gradient_checkpointing", False):
+        wrong.append("activations are to be computed again for gradients")
+    if weights is None and any(parameter.is_meta for parameter in model.parameters()):
+        wrong.append("it is on the device meta, and no weights are given")
+    if wrong:
+        raise UnsupportedError(
+            f"this {type(model).__name__} cannot be cut:\n  " + "\n  ".join(dict.fromkeys(wrong)),
+            help="merge adapters, do not quantise, and set hooks when the model is parallelized",
+        )
+
+
+def _is_plain(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    whole = type(weight) is nn.Parameter and weight.is_floating_point()
+    return whole and type(module).forward is nn.Linear.forward
+
+
+def _kind(module: nn.Module) -> str:
+    """What a module is, or where it is a linear layer, what its weight is."""
+    weight = module._parameters.get("weight")
+    if type(module).forward is not nn.Linear.forward or weight is None:
+        return type(module).__name__
+    return f"{type(module).__name__} of {type(weight).__name__} {weight.dtype}"
+
+
+def _anonymous(name: str) -> str:
+    return re.sub("[0-9]+", "*", name)
+
+
+def _wants(new: M, *old: nn.Module) -> M:
+    """``new``, whose parameters want gradients if any of ``old``'s did."""
+    return new.requires_grad_(any(p.requires_grad for one in old for p in one.parameters()))
 
 
 class _Cutter:
@@ -143,10 +203,14 @@ class _Cutter:
 
     def run(self) -> None:
         model, decoder, config = self.model, self.model.model, self.config
-        decoder.embed_tokens = ParallelEmbedding.from_weight(
-            self.tensor("model.embed_tokens.weight"),
-            scale=getattr(decoder.embed_tokens, "scalar_embed_scale", 1.0),
-            **self.where,
+        old = decoder.embed_tokens
+        decoder.embed_tokens = _wants(
+            ParallelEmbedding.from_weight(
+                self.tensor("model.embed_tokens.weight"),
+                scale=getattr(old, "scalar_embed_scale", 1.0),
+                **self.where,
+            ),
+            old,
         )
         for index, layer in enumerate(decoder.layers):
             prefix = f"model.layers.{index}"
@@ -162,6 +226,7 @@ class _Cutter:
             head = ParallelHead(embed.weight, None, out_features=embed.words, **options)
         else:
             head = ParallelHead.from_linear(self.linear("lm_head"), **options)
+            _wants(head, model.lm_head)
         model.lm_head = head
         if self.weights is not None:  # its buffers were never computed
             decoder.rotary_emb = type(decoder.rotary_emb)(config)
@@ -186,15 +251,21 @@ class _Cutter:
             **norms,
             **self.where,
         )
+        held = _wants(layer.self_attn, old)
+        if held.copies > 1:  # a key head's gradient would be the sum of several ranks'
+            for weight in held.parameters(recurse=False):
+                weight.requires_grad_(False)
 
     def feed_forward(self, layer: Any, prefix: str) -> None:
         up, down, gate = (self.linear(f"{prefix}.{part}_proj") for part in ("up", "down", "gate"))
-        activation = layer.mlp.act_fn
-        layer.mlp = ParallelMLP.from_linear(up, down, gate, activation=activation, **self.where)
+        old, options = layer.mlp, {"activation": layer.mlp.act_fn, **self.where}
+        layer.mlp = _wants(ParallelMLP.from_linear(up, down, gate, **options), old)
 
     def norm(self, norm: nn.Module, name: str) -> nn.Module:
         if self.weights is not None:
+            wanted = any(weight.requires_grad for weight in norm.parameters())
             norm.weight = parameter(self.weights[name][:].to(self.model.dtype))
+            norm.requires_grad_(wanted)
         return partition(norm, P())
 
     def tensor(self, name: str) -> Source:

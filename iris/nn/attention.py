@@ -48,11 +48,13 @@ class ParallelAttention(nn.Module):
         rotary: bool = True,
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
+        copies: int = 1,
     ) -> None:
         """Hold this rank's groups, ``[groups/axis, (queries + 2) * width, K]``; see `from_linear`
         to cut them.
 
         ``softcap`` bounds the scores, smoothly; without ``rotary``, positions are not used.
+        ``copies`` groups after each other have the same key head.
         """
         super().__init__()
         self.qkv = parameter(qkv)
@@ -60,7 +62,7 @@ class ParallelAttention(nn.Module):
         self.out, self.width, self.queries = out, width, qkv.shape[1] // width - 2
         self.scale = width**-0.5 if scale is None else scale
         self.softcap, self.rotary = softcap, rotary
-        self.q_norm, self.k_norm = q_norm, k_norm
+        self.q_norm, self.k_norm, self.copies = q_norm, k_norm, copies
         partition(self, P(out.axis))
 
     @classmethod
@@ -113,7 +115,7 @@ class ParallelAttention(nn.Module):
             axis=axis,
             mesh=mesh,
         )
-        return cls(qkv, bias, out, width=width, **options)
+        return cls(qkv, bias, out, width=width, copies=copies, **options)
 
     def forward(
         self,

@@ -14,6 +14,7 @@ from iris.spmd.collectives import axis_index, axis_size
 from iris.spmd.modules import partition
 from iris.spmd.specs import P
 
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 ParallelHead = ColumnParallelLinear
 """The vocabulary-parallel head: outputs are words. ``gather_output=True`` gives every rank all
 logits.
@@ -48,7 +49,7 @@ class ParallelEmbedding(nn.Module):
         super().__init__()
         self.words, self.axis, self.mesh = words, axis, mesh
         self.sequence_parallel = sequence_parallel
-        self.scale = torch.tensor(scale, dtype=weight.dtype).item()
+        self.scales = {dtype: torch.tensor(scale, dtype=dtype).item() for dtype in FLOATS}
         self.weight = parameter(weight)
         partition(self, P(axis))
 
@@ -66,15 +67,15 @@ class ParallelEmbedding(nn.Module):
         """``sequence_parallel`` here is for this call only."""
         spread = self.sequence_parallel if sequence_parallel is None else sequence_parallel
         y = add_up(self._found(index), self.axis, self.mesh, spread)
-        return y if self.scale == 1 else y * self.scale
+        scale = self.scales[y.dtype]
+        return y if scale == 1 else y * scale
 
     def _found(self, index: Tensor) -> Tensor:
         """The rows that this rank holds, and zeros for others."""
         largest = chunk_sizes(self.words, axis_size(self.axis, mesh=self.mesh))[0]
         here = index - axis_index(self.axis, mesh=self.mesh) * largest
         held = len(self.weight)
-        if not held:
-            return self.weight.new_zeros(*index.shape, self.weight.shape[1])
         known = (here >= 0) & (here < held)
-        found = F.embedding(here.clamp(0, held - 1), self.weight)
+        table = self.weight if held else F.pad(self.weight, (0, 0, 0, 1))
+        found = F.embedding(here.clamp(0, len(table) - 1), table)
         return torch.where(known.unsqueeze(-1), found, 0.0)

@@ -115,7 +115,7 @@ class Checkpoint:
     @classmethod
     def open(cls, path: str | Path) -> "Checkpoint":
         """The tensors of a safetensors file, or of all such files in a folder. SpecError where
-        there is none.
+        there is none, or where two hold a tensor of one name.
         """
         from safetensors import safe_open
 
@@ -127,6 +127,11 @@ class Checkpoint:
         for file in files:
             with safe_open(file, "pt") as opened:
                 parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            if twice := parts.keys() & sources.keys():
+                raise SpecError(
+                    f"{min(twice)} is in {file.name} and in another file of {place}",
+                    help="give one file, or a folder of the files of one model",
+                )
             sources.update((name, StoredTensor(part)) for name, part in parts.items())
         return cls(sources)
 

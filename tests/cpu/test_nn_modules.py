@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import nn
 
 import iris
@@ -338,3 +339,15 @@ def test_partition_of_an_unknown_tensor():
     with pytest.raises(SpecError) as error:
         partition(nn.Linear(2, 2), {"weigth": P("tp")})
     assert str(error.value) == "Linear holds no tensor 'weigth'\nhelp: it holds bias, weight"
+
+
+def test_a_tensor_that_two_files_hold(tmp_path):
+    for name in ("a", "b"):
+        save_file({"up.weight": torch.zeros(2, 2)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(SpecError) as error:
+        iris.nn.Checkpoint.open(tmp_path)
+    assert str(error.value) == (
+        f"up.weight is in b.safetensors and in another file of {tmp_path}\n"
+        "help: give one file, or a folder of the files of one model"
+    )
+    assert "up.weight" in iris.nn.Checkpoint.open(tmp_path / "a.safetensors")

@@ -1,6 +1,7 @@
 """A parallelized model does what transformers' own does, or says that it does not."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -222,3 +223,179 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_parallelized_model_refuses(ranks, name):
     assert ranks(2).run(_refused, name) == [REFUSED[name][1]] * 2
+
+
+def _trained(kind, heads, ids, rate, parallel):
+    """Losses of two steps, and the weights after them."""
+    if parallel:
+        iris.iris(1 << 24)
+    model = tiny(kind, heads, 3 if heads == 9 else 2, num_hidden_layers=2).train()
+    model.lm_head.weight.data *= 0.2  # else the loss of random weights is all but constant
+    model = iris.parallelize(model) if parallel else model
+    optimiser, losses = torch.optim.SGD(model.parameters(), lr=rate), []
+    for _ in range(2):
+        optimiser.zero_grad()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.detach())
+    return losses, iris.hf.whole_state_dict(model) if parallel else model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("kind", "heads", "rows", "world"),
+    [
+        ("qwen3", 4, 7, 2),
+        pytest.param("llama", 9, 7, 2, marks=pytest.mark.slow),
+        pytest.param("llama", 9, 130, 3, marks=pytest.mark.slow),
+        pytest.param("gemma3_text", 4, 130, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_two_steps_of_training_are_those_of_one_process(ranks, kind, heads, rows, world):
+    ids = torch.randint(2, 61, (2, rows), generator=torch.Generator().manual_seed(3))
+    losses, weights = _trained(kind, heads, ids, 0.1, False)
+    start = tiny(kind, heads, 3 if heads == 9 else 2, num_hidden_layers=2).state_dict()
+    close = {"rtol": 1e-3, "atol": 1e-4}
+    for found, held in ranks(world).run(_trained, kind, heads, ids, 0.1, True, timeout=110):
+        torch.testing.assert_close(found, losses, **close)
+        for name, weight in held.items():
+            assert not torch.equal(weight, start[name]), name
+            torch.testing.assert_close(weight, weights[name], msg=name, **close)
+
+
+def _kept(folder):
+    """Logits of a model, and of what was saved, read, copied or pickled of it."""
+    iris.iris(1 << 24)
+    model = tiny("qwen2", 4, 2)
+    model = iris.parallelize(model, plan=model.tp_plan)
+    model.save_pretrained(folder, max_shard_size="20KB")
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.device("meta"):
+        empty = transformers.AutoModelForCausalLM.from_config(model.config)
+    read = iris.parallelize(empty.eval(), weights=iris.nn.Checkpoint.open(folder))
+    kinds = (model, whole, read, copy.deepcopy(model), pickle.loads(pickle.dumps(model)))
+    with torch.no_grad():
+        return [one(IDS).logits for one in kinds], len([*folder.glob("*.safetensors")])
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_model_is_saved_whole_and_read_in_shards(ranks, world, tmp_path):
+    with torch.no_grad():
+        expected = tiny("qwen2", 4, 2)(IDS).logits
+    for found, files in ranks(world).run(_kept, tmp_path):
+        assert files > 1
+        for logits in found:
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_few_words_and_another_dtype(ranks):
+    """Words that do not reach all ranks; an embedding's scale is rounded as the model is."""
+
+    def run():
+        iris.iris(1 << 24)
+        model = tiny("gemma", 5, 1, vocab_size=5, pad_token_id=None)
+        twin, ids = copy.deepcopy(model).bfloat16(), IDS % 5
+        model = iris.parallelize(model).bfloat16()
+        found = model.get_input_embeddings()(ids), twin.get_input_embeddings()(ids)
+        assert torch.equal(*found)
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids).logits, twin(ids).logits, rtol=0.1, atol=0.3)
+
+    ranks(4).run(run)
+
+
+def repeated(training):
+    def call():
+        model = iris.parallelize(tiny("llama", 2, 1)).train(training)
+        with torch.enable_grad():
+            model(IDS)  # without training, key heads want no gradient
+            if not training:
+                raise iris.UnsupportedError("none")
+
+    return call
+
+
+def adapted():
+    model = tiny("llama", 4, 2)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = torch.nn.Sequential(layer.self_attn.q_proj)
+        layer.mlp.register_forward_hook(lambda *_: None)
+        layer.mlp.up_proj.weight = torch.nn.Parameter(torch.ones(50, 32).char(), False)
+    iris.parallelize(model)
+
+
+def recomputed():
+    model = tiny("llama", 4, 2)
+    model.model.gradient_checkpointing = True
+    iris.parallelize(model)
+
+
+def on_meta():
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(tiny("llama", 4, 2).config)
+    iris.parallelize(model)
+
+
+OUT = "\nhelp: merge adapters, do not quantise, and set hooks when the model is parallelized"
+UNCUT = {
+    "adapters": (
+        adapted,
+        "this LlamaForCausalLM cannot be cut:\n"
+        "  model.layers.*.self_attn.q_proj is no plain linear layer but a Sequential\n"
+        "  model.layers.*.mlp has hooks\n"
+        "  model.layers.*.mlp.up_proj is no plain linear layer but a Linear of Parameter "
+        "torch.int8" + OUT,
+    ),
+    "activations": (
+        recomputed,
+        "this LlamaForCausalLM cannot be cut:\n"
+        "  activations are to be computed again for gradients" + OUT,
+    ),
+    "on meta": (
+        on_meta,
+        "this LlamaForCausalLM cannot be cut:\n"
+        "  it is on the device meta, and no weights are given" + OUT,
+    ),
+    "no layers": (
+        lambda: iris.parallelize(tiny("llama", 4, 2, num_hidden_layers=0)),
+        "this LlamaForCausalLM cannot be cut:\n  it has no layers" + OUT,
+    ),
+    "a name for a mesh": (
+        lambda: iris.parallelize(tiny("llama", 4, 2), mesh="tp"),
+        "mesh is a str\nhelp: use iris.mesh(shape, names)",
+    ),
+    "an empty plan": (
+        lambda: iris.parallelize(tiny("llama", 4, 2, num_hidden_layers=1), plan={}),
+        "the plan does not split LlamaForCausalLM as it must be:\n"
+        + "".join(f"  layers.*.self_attn.{part}_proj: not split, not colwise\n" for part in "qkv")
+        + "  layers.*.self_attn.o_proj: not split, not rowwise\n"
+        "  layers.*.mlp.gate_proj: not split, not colwise\n"
+        "  layers.*.mlp.up_proj: not split, not colwise\n"
+        "  layers.*.mlp.down_proj: not split, not rowwise\n"
+        'help: plan="auto" is the model\'s own',
+    ),
+    "half a plan": (
+        lambda: iris.parallelize(tiny("llama", 4, 2), plan={"model.layers.*_proj": "colwise"}),
+        "the plan does not split LlamaForCausalLM as it must be:\n"
+        "  layers.*.self_attn.o_proj: colwise, not rowwise\n"
+        "  layers.*.mlp.down_proj: colwise, not rowwise\n"
+        'help: plan="auto" is the model\'s own',
+    ),
+    "repeated heads": (
+        repeated(True),
+        "there are no gradients where key heads are repeated over ranks\n"
+        "help: train on ranks that divide the key heads, or call model.eval()",
+    ),
+    "repeated heads, at rest": (repeated(False), "none"),
+}
+
+
+@pytest.mark.parametrize("name", UNCUT)
+def test_models_that_are_not_parallelized(ranks, name):
+    def run(name):
+        iris.iris(1 << 24)
+        with pytest.raises(iris.IrisError) as error:
+            UNCUT[name][0]()
+        return str(error.value)
+
+    assert ranks(2).run(run, name) == [UNCUT[name][1]] * 2
