@@ -20,7 +20,7 @@ from iris.bench.timing import Row, Time
 
 # Not peers: what none can be faster (or smaller) than, and what one rank does alone.
 FLOORS = (
-    "gemm", "empty kernel", "copy", "bare replay", "shard and plan", "even share",
+    "gemm", "gemm in step", "empty kernel", "copy", "bare replay", "shard and plan", "even share",
     "one rank, compiled",
 )  # fmt: skip
 
