@@ -123,7 +123,8 @@ class FusedCall:
         self.workspace = self.work.nbytes
 
     def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
-        tensors = iter(given)
+        # A number may be on the CPU, and a part of a complex tensor yet to be negated.
+        tensors = iter([tensor.to(self.device).resolve_neg() for tensor in given])
         left = next(tensors)
         weights = [next(tensors) for _ in self.match.products]
         args = [

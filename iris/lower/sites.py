@@ -106,7 +106,7 @@ class KernelCollective:
 
     def __call__(self, x: Tensor) -> Tensor:
         out = self.empty(self.shape, dtype=self.dtype, device=self.device)
-        self.stage(x, out=out, dry=self.dry)
+        self.stage(x.to(self.device).resolve_conj().resolve_neg(), out=out, dry=self.dry)
         return out
 
 

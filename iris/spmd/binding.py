@@ -166,7 +166,8 @@ class Binder:
 def tensor_key(tensor: Tensor) -> tuple[object, ...]:
     """The metadata of a tensor that a trace bakes in."""
     own, placing = local_part(tensor), _placing(tensor) or ()
-    return (own.dtype, own.shape, own.stride(), own.device, own.requires_grad, *placing)
+    lazy = own.is_conj(), own.is_neg()
+    return (own.dtype, own.shape, own.stride(), own.device, own.requires_grad, lazy, *placing)
 
 
 def is_dtensor(value: object) -> bool:

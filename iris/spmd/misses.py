@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from iris import config
 from iris.logging import logger
 
-TENSOR_FIELDS = ("dtype", "shape", "stride", "device", "requires_grad")
+TENSOR_FIELDS = ("dtype", "shape", "stride", "device", "requires_grad", "conj and neg")
 DTENSOR_FIELDS = (*TENSOR_FIELDS, "placements", "mesh", "global shape")
 RETRACES_BEFORE_WARNING = 8
 

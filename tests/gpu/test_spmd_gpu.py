@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import iris
 from iris import P
+from iris.testing import small_integers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -193,3 +194,28 @@ def _surroundings():
 def test_feedback_streams_random_numbers_and_writes(run):
     for problems in run(_surroundings, 2):
         assert problems == []
+
+
+def _numbers_on_the_cpu():
+    ctx = iris.iris(1 << 26)
+    gain = torch.tensor(2.0)
+
+    @iris.spmd
+    def program(x, w):
+        mean = iris.all_reduce(torch.full((), 3.0), "tp", "avg")
+        return iris.all_gather(x, "tp") @ w * gain + torch.tensor(0.5), x * mean
+
+    faults = []
+    for seed in range(4):
+        xs = [small_integers((2, 4), r, seed) for r in range(ctx.num_ranks)]
+        w, mine = small_integers((4, 3), 0, seed), xs[ctx.cur_rank]
+        gain.fill_(seed + 1)
+        y, z = program(mine.to(ctx.device), w.to(ctx.device))
+        due = torch.cat(xs) @ w * (seed + 1) + 0.5
+        if not torch.equal(y.cpu(), due) or not torch.equal(z.cpu(), 3 * mine):
+            faults.append(seed)
+    return faults
+
+
+def test_kernels_take_numbers_that_are_on_the_cpu(run):
+    assert run(_numbers_on_the_cpu, 2) == [[], []]

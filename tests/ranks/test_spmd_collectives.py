@@ -227,3 +227,37 @@ def _sent_to_some():
 
 def test_ranks_that_nothing_is_sent_to_get_zeros(ranks):
     ranks(4).run(_sent_to_some)
+
+
+def _lazily_conjugated(lowering):
+    ctx = iris.iris(1 << 22)
+    rank, world = ctx.cur_rank, ctx.num_ranks
+    send = iris.spmd(lowering=lowering)(
+        lambda x: (iris.all_gather(x, "tp"), iris.all_reduce(x.mH, "tp"))
+    )
+    multiply = iris.spmd(lowering=lowering)(
+        lambda x, w, b: (iris.all_gather(x, "tp") @ w + b, iris.broadcast(x, "tp"))
+    )
+    for seed in range(3):
+        parts = [
+            torch.complex(small_integers((2, 3), r, seed), small_integers((2, 3), r, seed + 9))
+            for r in range(world)
+        ]
+        for view in (torch.conj, torch.clone, torch.resolve_conj):  # of the same memory
+            xs = [view(x) for x in parts]
+            gathered, total = send(xs[rank])
+            assert torch.equal(gathered, torch.cat(xs))
+            assert torch.equal(total, sum(xs).mH)
+        for view in (lambda x: x.conj().imag, lambda x: x.imag):
+            xs = [view(x) for x in parts]
+            w, b = xs[rank].t(), xs[rank][0, :2]
+            product, first = multiply(xs[rank], w, b)
+            assert torch.equal(product, torch.cat(xs) @ w + b)
+            assert torch.equal(first, xs[0])
+    return len(send.programs), len(multiply.programs)
+
+
+@pytest.mark.parametrize("lowering", ["torch", "triton"])
+def test_what_torch_is_yet_to_conjugate_or_negate(ranks, lowering):
+    # A graph keeps the bits it was captured with, so such an operand has a program of its own.
+    assert ranks(2).run(_lazily_conjugated, lowering) == [(2, 2)] * 2
