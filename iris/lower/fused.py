@@ -23,6 +23,7 @@ from iris.lower.kernels.host import Stage, Turns
 from iris.lower.kernels.matmul_all_gather import MatmulAllGather
 from iris.lower.kernels.matmul_all_reduce import MatmulAllReduce
 from iris.lower.kernels.matmul_reduce_scatter import MatmulReduceScatter
+from iris.lower.kernels.product import ProductStage
 from iris.lower.kernels.selector import selected_config
 from iris.lower.stages import Chain, Match
 from iris.runtime.context import Iris
@@ -157,14 +158,12 @@ class FusedCall:
         elif match.stage == "all_reduce_norm":
             x = left.reshape(outs[0].shape).contiguous()
             self.stage(x, scale, out=outs[1], summed=outs[0], args=args[0], dry=dry)
-        elif match.stage == "matmul_all_reduce":
-            if match.norm is not None:
-                late |= {"weight": scale, "eps": match.norm.eps, "normed": outs[1]}
-            self.stage(left, weights[0], out=outs[0], args=args[0], **late, dry=dry)
         else:
             x, w, out = left, weights[0], outs[0]
             if self.turned:
                 x, w, out = w.T, x.T, out.T
+            if match.norm is not None:
+                late |= {"weight": scale, "eps": match.norm.eps, "normed": outs[1]}
             self.stage(x, w, out=out, args=args[0], **late, dry=dry)
 
 
@@ -211,15 +210,20 @@ def _build_gather(site: Site, functions: Functions) -> tuple[Stage, bool]:
     return stage, False
 
 
-def _build_then(site: Site, functions: Functions) -> tuple[Stage, bool]:
-    """A product whose rows, or columns as the transposed problem, are summed or gathered."""
-    match, values = site.match, site.values
+def _build_product(site: Site, functions: Functions) -> tuple[Stage, bool]:
+    """A product that is summed, or whose rows, or columns as the transposed problem, are summed
+    and split, or gathered.
+    """
+    match, values, make = site.match, site.values, PRODUCTS[site.match.stage]
     product, sent = match.products[0], match.collective.uses[0]
     (m, k), n = values.shape(product.left), values.shape(product.right)[1]
-    turned = match.collective.kwargs["dim"] == len(values.shape(sent)) - 1
-    make = THEN[match.stage]
+    options: dict[str, Any] = {}
+    if make is MatmulAllReduce:
+        norm = None if match.norm is None else "weighted" if match.norm.weight else "plain"
+        options = {"one_shot": site.choice.algorithm == "one-shot", "norm": norm}
+    turned = match.collective.kwargs.get("dim") == len(values.shape(sent)) - 1
     M, N = (n, m) if turned else (m, n)
-    if match.stage == "matmul_all_gather":
+    if make is MatmulAllGather:
         M = values.matrix(match.collective.out.name)[turned]
     dtype = values.dtype(product.left)
     stage = make.create(
@@ -233,31 +237,9 @@ def _build_then(site: Site, functions: Functions) -> tuple[Stage, bool]:
         epilogue=functions[0],
         after=functions[-1] if match.late else identity,
         config=site.gemm(make.tile_rows(M, site.group), N, k, dtype),
+        **options,
     )
     return stage, turned
-
-
-def _build_reduce(site: Site, functions: Functions) -> tuple[Stage, bool]:
-    match, values = site.match, site.values
-    product = match.products[0]
-    (M, K), N = values.shape(product.left), values.shape(product.right)[1]
-    dtype = values.dtype(product.left)
-    norm = None if match.norm is None else "weighted" if match.norm.weight else "plain"
-    stage = MatmulAllReduce.create(
-        site.ctx,
-        site.group,
-        M=M,
-        N=N,
-        K=K,
-        dtype=dtype,
-        part_dtype=values.dtype(match.collective.uses[0]),
-        epilogue=functions[0],
-        after=functions[1],
-        one_shot=site.choice.algorithm == "one-shot",
-        norm=norm,
-        config=site.gemm(M, N, K, dtype),
-    )
-    return stage, False
 
 
 def _build_norm(site: Site, functions: Functions) -> tuple[Stage, bool]:
@@ -277,14 +259,13 @@ def _build_norm(site: Site, functions: Functions) -> tuple[Stage, bool]:
     return stage, False
 
 
-THEN: Mapping[str, Any] = {
+PRODUCTS: Mapping[str, type[ProductStage]] = {
     "matmul_reduce_scatter": MatmulReduceScatter,
     "matmul_all_gather": MatmulAllGather,
+    "matmul_all_reduce": MatmulAllReduce,
 }
 BUILDERS: Mapping[str, Callable[[Site, Functions], tuple[Stage, bool]]] = {
     "all_gather_matmul": _build_gather,
-    "matmul_reduce_scatter": _build_then,
-    "matmul_all_gather": _build_then,
-    "matmul_all_reduce": _build_reduce,
     "all_reduce_norm": _build_norm,
+    **dict.fromkeys(PRODUCTS, _build_product),
 }
