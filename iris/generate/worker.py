@@ -108,7 +108,7 @@ def run(model: Model, prompts: Sequence[Sequence[int]], settings: Settings) -> R
         ends = built.generation_config.eos_token_id
         ends = tuple(ends) if isinstance(ends, list) else (ends,)
         aloud = settings.aloud and ctx.cur_rank == 0
-        write = _write if aloud else _silent
+        write: Callable[[str], object] = _write if aloud else lambda text: None
         streamer = Streamer(model.decode, write, ends, settings.stop)
         ready = time.perf_counter()
         generate(built, prompts, settings, streamer)
@@ -160,7 +160,3 @@ def generate(
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def _silent(text: str) -> None:
-    del text

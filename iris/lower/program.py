@@ -264,7 +264,7 @@ class _Writer:
             return f"{name}({index}, device={self._text(Token('device'))})", ""
         type_ = node.out.type if len(node.outputs) == 1 else None
         name, function = torch_function(node.op, type_)
-        if has_sizes(function) or leaves_out(function, len(node.outputs)):
+        if _gives_more(function, len(node.outputs)):
             function = _tensors_of(function, len(node.outputs))
         name = self._callable(name, function)
         args = [self._text(arg) for arg in node.args]
@@ -322,15 +322,12 @@ def torch_function(op: str, type_: TensorType | None) -> tuple[str, Callable[...
     return op.replace("::", "_").replace(".", "_"), function
 
 
-def has_sizes(function: Any) -> bool:
-    """Whether an op returns numbers beside its first tensor, as attention on GPUs does."""
-    schema = getattr(function, "_schema", None)
-    return schema is not None and any(str(r.type) != "Tensor" for r in schema.returns[1:])
-
-
-def leaves_out(function: Any, count: int) -> bool:
-    """Whether an op with ``count`` tensors has none in place of others: gradients not asked for."""
-    return len(getattr(getattr(function, "_schema", None), "returns", ())) > count
+def _gives_more(function: Any, count: int) -> bool:
+    """Whether an op returns more than ``count`` tensors: numbers beside them, as attention on GPUs
+    does, or None in place of gradients that were not asked for.
+    """
+    returns = getattr(getattr(function, "_schema", None), "returns", ())
+    return len(returns) > count or any(str(r.type) != "Tensor" for r in returns[1:])
 
 
 def _tensors_of(function: Callable[..., Any], count: int) -> Callable[..., Any]:

@@ -311,7 +311,8 @@ def _after_sum(
     """The epilogue of a sum, the RMSNorm of what it gives, and the nodes that are left."""
     search = NormSearch(nodes, body.kept, body.shape)
     for end in range(len(nodes), -1, -1):
-        late = _chain(nodes[:end], [total.out.name], _needed(body, nodes[end:]), body.types)
+        needed = {*body.kept, *(name for node in nodes[end:] for name in node.uses)}
+        late = _chain(nodes[:end], [total.out.name], needed, body.types)
         assert late is not None
         rest = [node for node in nodes if node not in late.nodes]
         norm = search.norm_of(late.result)
@@ -321,10 +322,6 @@ def _after_sum(
     late = _chain(nodes, [total.out.name], body.kept, body.types)
     assert late is not None
     return late, None, list(nodes[len(late.nodes) :])
-
-
-def _needed(body: _Body, later: Sequence[Node]) -> set[str]:
-    return {*body.kept, *(name for node in later for name in node.uses)}
 
 
 def _reduce_norm(body: _Body) -> Match | str:

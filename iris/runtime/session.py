@@ -113,7 +113,8 @@ class Session(RankPool):
         if self._interrupted:
             raise KeyboardInterrupt
         cause = _cause(failures)
-        if isinstance(cause, IrisError) and _alike(failures, self.nprocs):
+        alike = len({failure.headline for _, failure in failures}) == 1
+        if isinstance(cause, IrisError) and alike and len(failures) == self.nprocs:
             raise cause
         raise _report(name, failures, self.nprocs) from cause
 
@@ -192,11 +193,6 @@ class Session(RankPool):
         for output in shown:
             output.finish()
             output.close()
-
-
-def _alike(failures: Sequence[tuple[int, Failure]], nprocs: int) -> bool:
-    """Whether every rank failed, all in the same words."""
-    return len(failures) == nprocs and len({failure.headline for _, failure in failures}) == 1
 
 
 def _report(name: str, failures: Sequence[tuple[int, Failure]], nprocs: int) -> LaunchError:

@@ -23,11 +23,6 @@ _SMALL_ALIGN, _PAGE = 64, mmap.PAGESIZE
 _GIVEN_BACK = 1 << 24  # bytes from which a freed block's pages go back to the system
 
 
-def total_memory() -> int:
-    """Bytes of memory of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 class SharedMemory:
     """One segment as the ranks of a controller see it: tensors by their place in it."""
 
@@ -87,7 +82,7 @@ class SharedArena(SharedMemory):
     @classmethod
     def create(cls, nbytes: int | None = None) -> "SharedArena":
         """Make the segment, by default of the size of the machine's memory."""
-        return cls(Segment.create(nbytes or total_memory() // _PAGE * _PAGE, "mesh"))
+        return cls(Segment.create(nbytes or os.sysconf("SC_PHYS_PAGES") * _PAGE, "mesh"))
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a contiguous tensor on the segment. Raises ``HeapExhaustedError``."""

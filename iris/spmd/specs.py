@@ -1,6 +1,6 @@
 """Specs: how arguments and results are spread over mesh axes, and the checks that they fit."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -124,12 +124,6 @@ def is_placements(spec: Any) -> bool:
     return any(base.__module__.startswith("torch.distributed.tensor") for base in types)
 
 
-def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of a pytree with the text that reaches each: ``cond['a'][0]``."""
-    for key, leaf in pytree.tree_flatten_with_path(value)[0]:
-        yield path + pytree.keystr(key), leaf
-
-
 def match(specs: Any, value: Any, mesh: Mesh, path: str = "") -> list[Leaf]:
     """Lay a tree of specs, which may be a prefix, over ``value``; one Leaf for each leaf of
     ``value``.
@@ -138,7 +132,8 @@ def match(specs: Any, value: Any, mesh: Mesh, path: str = "") -> list[Leaf]:
     """
     if isinstance(specs, P) or specs is None or is_placements(specs):
         spec = from_placements(specs, mesh, path) if is_placements(specs) else specs
-        return [Leaf(where, leaf, spec) for where, leaf in leaves_of(value, path)]
+        leaves = pytree.tree_flatten_with_path(value)[0]
+        return [Leaf(path + pytree.keystr(key), leaf, spec) for key, leaf in leaves]
     if type(specs) is type(value) is dict and specs.keys() == value.keys():
         specs = {key: specs[key] for key in value}  # in any order
     wanted, _ = pytree.tree_flatten_with_path(specs, is_leaf=lambda s: s is not specs)
@@ -149,10 +144,11 @@ def match(specs: Any, value: Any, mesh: Mesh, path: str = "") -> list[Leaf]:
             f"{path or 'specs'}: spec is {_shape(specs)}, value is {_shape(value)}",
             help="give one spec for the whole value, or the same structure as the value",
         )
-    leaves: list[Leaf] = []
-    for (key, spec), (_, child) in zip(wanted, found, strict=True):
-        leaves += match(spec, child, mesh, path + pytree.keystr(key))
-    return leaves
+    return [
+        leaf
+        for (key, spec), (_, child) in zip(wanted, found, strict=True)
+        for leaf in match(spec, child, mesh, path + pytree.keystr(key))
+    ]
 
 
 def _shape(tree: Any) -> str:

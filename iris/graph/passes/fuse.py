@@ -57,14 +57,11 @@ def fuse_and_report(graph: Graph) -> tuple[Graph, list[Unfused]]:
     bench, alone = Bench(graph), []
     for number, node in enumerate(graph.nodes):
         if node.op in COLLECTIVES:
-            reason = PATTERNS.get(node.op, no_pattern)(bench, number)
+            pattern = PATTERNS.get(node.op)
+            reason = pattern(bench, number) if pattern else f"no stage has {node.op}"
             if reason is not None:
                 alone.append(Unfused(node.op, node.out.name, node.loc, reason))
     return bench.result(), alone
-
-
-def no_pattern(bench: Bench, number: int) -> str | None:
-    return f"no stage has {bench.nodes[number].op}"
 
 
 def fuse_all_gather(bench: Bench, gather: int) -> str | None:

@@ -108,7 +108,7 @@ def _with_casts(bench: Bench, name: str) -> Iterator[tuple[str, set[int]]]:
 def _written_out(bench: Bench, x: str, casts: set[int]) -> set[int] | None:
     """The nodes from ``x`` to its norm; ``casts`` made ``x`` and belong to them."""
     group, value = set(casts), x
-    for test in (_is_square, _is_mean, _is_add_number, _is_rsqrt):
+    for test in (_is_square, _is_mean, _is_add_number, lambda _, node: node.op == "rsqrt"):
         number = _reader(bench, value, test)
         if number is None:
             return None
@@ -163,10 +163,6 @@ def _is_mean(bench: Bench, node: Node) -> bool:
 
 def _is_add_number(bench: Bench, node: Node) -> bool:
     return base(node.op) == "add" and len(node.uses) == 1
-
-
-def _is_rsqrt(bench: Bench, node: Node) -> bool:
-    return node.op == "rsqrt"
 
 
 def _is_vector_product(bench: Bench, node: Node, value: str) -> bool:
