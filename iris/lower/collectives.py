@@ -55,8 +55,8 @@ class Meeting:
         return self.parts[parity]
 
 
-def _resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
-    return [*shape[:dim], size, *shape[dim + 1 :]]
+def resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 def make_all_gather(
@@ -70,7 +70,7 @@ def make_all_gather(
     """Concatenate along ``dim``; ``sizes[i]`` rows come from member i (uneven and zero allowed)."""
     if group.size == 1:
         return torch.clone
-    meeting = Meeting(group, [_resized(shape, dim, n) for n in sizes], dtype, what)
+    meeting = Meeting(group, [resized(shape, dim, n) for n in sizes], dtype, what)
     # torch.cat has no kernel for some one-byte floats: move them as bytes.
     carrier = torch.uint8 if dtype.itemsize == 1 else dtype
 

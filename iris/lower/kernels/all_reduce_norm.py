@@ -53,7 +53,7 @@ def _push_rows(
 
 
 @device_function
-def _sum_block(slots, M, N, ld, rows, mask, R: tl.constexpr):
+def _sum_block(slots, M, ld, rows, mask, R: tl.constexpr):
     W: tl.constexpr = R.world
     at = rows.to(tl.int64)[:, None] * ld + tl.arange(0, R.columns)[None, :]
     total = tl.load(slots + at, mask=mask, other=0, cache_modifier=".cg").to(tl.float32)
@@ -89,7 +89,7 @@ def all_reduce_norm_kernel(
             r = rows.to(tl.int64)[:, None]
             flag = mine + members * blocks + block
             wait(flag, members, members < R.world, epoch, watch)
-            total = _sum_block(slots, M, N, ld, rows, mask, R).to(R.dtype).to(tl.float32)
+            total = _sum_block(slots, M, ld, rows, mask, R).to(R.dtype).to(tl.float32)
             total = after((total, total), rows, columns, M, N, args).to(R.summed)
             if summed is not None:
                 tl.store(summed + r * summed_row + columns[None, :], total, mask=mask)
@@ -124,7 +124,6 @@ class AllReduceNorm(Stage):
         stage(x, weight, out=y, summed=h, args=(residual,))
     """
 
-    MAX_COLUMNS = 16384  # a row is held in registers
     kernel = all_reduce_norm_kernel
     options: ClassVar = {"num_warps": 8}
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from iris.errors import UnsupportedError
+from iris.lower.collectives import REDUCTIONS, resized
 from iris.lower.kernels.boxes import Piece, operand_box, pack_pieces
 from iris.lower.kernels.config import TRITON_DTYPES, processors
 from iris.lower.kernels.exchange import exchange_kernel
@@ -28,7 +29,6 @@ _LANGUAGE = TRITON_DTYPES | {
     torch.int16: tl.int16,
     torch.uint8: tl.uint8,
 }
-REDUCTIONS = ("sum", "max", "min", "avg")
 ONE_SHOT_BYTES = 256 << 10  # all_reduce of more than this goes in two steps
 _BLOCK_BYTES = 32 << 10
 _LEAST_BYTES = 4 << 10  # 16 for each of the 256 threads of a program
@@ -74,7 +74,7 @@ class Exchange(Stage):
         itemsize = self.carrier.itemsize
         self.share = round_up(-(-numel // group.size), 16)
         if two_shot:
-            pieces = [_share(numel, self.share, member, group) for member in _from_own(group)]
+            pieces = [_share(numel, self.share, member) for member in _from_own(group)]
         # This rank may get nothing, but it sends its operand all the same.
         width = max([*shape[-1:], *(piece.words()[2] for piece in pieces)], default=1)
         most = max(numel, sum(math.prod(piece.shape) for piece in pieces))
@@ -143,14 +143,10 @@ def _from_own(group: GroupLike) -> list[int]:
     return [(group.index + step) % group.size for step in range(group.size)]
 
 
-def _share(numel: int, share: int, member: int, group: GroupLike) -> Piece:
+def _share(numel: int, share: int, member: int) -> Piece:
     first = min(member * share, numel)
     size = min(share, numel - first)
     return Piece(member, (size,), (share,), (numel,), put=first)
-
-
-def _resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 def all_gather(
@@ -163,8 +159,8 @@ def all_gather(
     what: str = "all_gather",
 ) -> Exchange:
     """Concatenate along ``dim``; ``sizes[i]`` rows come from member i (uneven and zero allowed)."""
-    shapes = [_resized(shape, dim, size) for size in sizes]
-    result = _resized(shape, dim, sum(sizes))
+    shapes = [resized(shape, dim, size) for size in sizes]
+    result = resized(shape, dim, sum(sizes))
     pieces = [
         Piece(m, shapes[m], shapes[m], result, put=sum(sizes[:m]), to_dim=dim)
         for m in _from_own(group)
@@ -206,7 +202,7 @@ def reduce_scatter(
     what: str = "reduce_scatter",
 ) -> Exchange:
     """Combine over members and keep rows ``sizes[index]`` of ``dim``, in member order."""
-    box = _resized(shape, dim, sizes[group.index])
+    box = resized(shape, dim, sizes[group.index])
     take = sum(sizes[: group.index])
     piece = Piece(group.index, box, tuple(shape), box, take=take, from_dim=dim)
     return Exchange(ctx, group, what, shape, [piece], dtype, op)
@@ -227,9 +223,9 @@ def all_to_all(
     What comes is joined along ``concat_dim``. ``shapes[i]`` is member i's operand.
     """
     mine = splits[group.index]
-    boxes = [_resized(shape, split_dim, mine) for shape in shapes]
+    boxes = [resized(shape, split_dim, mine) for shape in shapes]
     joined = [box[concat_dim] for box in boxes]
-    result = _resized(boxes[0], concat_dim, sum(joined))
+    result = resized(boxes[0], concat_dim, sum(joined))
     take = sum(splits[: group.index])
     pieces = [
         Piece(m, boxes[m], tuple(shapes[m]), result, take, sum(joined[:m]), split_dim, concat_dim)
