@@ -92,16 +92,6 @@ class DeviceBarrier:
         flags = read(self._ctx.watch.flags[self.row])
         return {r: flags[r] for r in self._group.ranks if 0 < (epoch - flags[r]) % 2**32 < 2**31}
 
-    def restart(self, epoch: int) -> None:
-        """Set this rank's flags, so that the next barrier is number ``epoch + 1``; for tests.
-
-        Collective over the group, when none is in flight.
-        """
-        self._ctx.watch.flags[self.row].fill_((epoch + 2**31) % 2**32 - 2**31)
-        if self._ctx.device.type == "cuda":
-            torch.cuda.synchronize(self._ctx.device)
-        self._group.sync(f"restart {self._what}")
-
 
 def prepare(ctx: "Iris") -> None:
     """Compile and load the kernel, which serves every group, so that first calls may be captured.

@@ -52,7 +52,7 @@ class Zygote:
         self._control = control
         self._lock = threading.Lock()
         self._asked = 0
-        self._finalizer = weakref.finalize(self, _hang_up, control, process)
+        weakref.finalize(self, _hang_up, control, process)
 
     @classmethod
     def start(cls) -> "Zygote":
@@ -82,10 +82,6 @@ class Zygote:
         except LaunchError:
             return -signal.SIGKILL  # its ranks are killed with the zygote
         return None if status == _RUNNING else os.waitstatus_to_exitcode(status)
-
-    def close(self) -> None:
-        """End the zygote, and with it every rank that still runs."""
-        self._finalizer()
 
     def _ask(self, verb: bytes, pid: int, descriptors: list[int]) -> int:
         with self._lock:
