@@ -9,7 +9,9 @@ PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
-PIP := $(BIN)/pip install --disable-pip-version-check --constraint constraints.txt
+# Python compiles a module when it is first imported, and keeps that; pip would compile them all.
+export PYTHONDONTWRITEBYTECODE :=
+PIP := $(BIN)/pip install --disable-pip-version-check --no-compile --constraint constraints.txt
 WITH ?= test,check,demo,hf,docs
 DEMO ?= --ranks 4
 TESTS ?= tests

@@ -59,9 +59,10 @@ def test_heads_that_do_not_divide(ranks, world):
 @pytest.mark.parametrize("kind", [slow(kind) if kind in SLOW else kind for kind in KINDS])
 @pytest.mark.parametrize("world", [2, slow(4)])
 def test_other_models_of_the_family(ranks, kind, world):
-    expected = [ask(tiny(kind, 4, 2), *prompt) for prompt in prompts()]
+    asked = prompts()[1:3]  # longer than the windows, and padded
+    expected = [ask(tiny(kind, 4, 2), *prompt) for prompt in asked]
     # On four ranks the two key heads are repeated.
-    check(ranks(world).run(_tiny, kind, 4, 2, prompts(), timeout=110), expected)
+    check(ranks(world).run(_tiny, kind, 4, 2, asked, timeout=110), expected)
 
 
 def test_sampling_beams_and_caches_across_calls(ranks):
@@ -244,8 +245,8 @@ def _real(model, prompts, tokens):
 def test_a_real_model(ranks, smollm2, world, count):
     model, encode, whole = smollm2
     asked = [torch.tensor([encode(text)]) for text in QUESTIONS[:count]]
-    expected = [ask(whole, ids, tokens=8) for ids in asked]
-    check(ranks(world).run(_real, model, asked, 8, timeout=580), expected, close=1e-3)
+    expected = [ask(whole, ids, tokens=5) for ids in asked]
+    check(ranks(world).run(_real, model, asked, 5, timeout=580), expected, close=1e-3)
 
 
 @pytest.mark.slow
