@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
-from torch._C._dynamo.eval_frame import set_eval_frame
+from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
 
 from iris import config
 from iris.errors import CollectiveMismatchError, ConfigError, SpecError
@@ -96,7 +96,7 @@ class SpmdFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True  # a notebook shows the user's frames only
         hits = self._state.hits
-        if hits and not kwargs and tracing() is None:
+        if hits and not kwargs and tracing() is None and get_eval_frame_callback() is None:
             for hit in hits:
                 if hit.takes(args):
                     return hit.program(args)

@@ -226,7 +226,8 @@ def test_a_group_of_some_ranks_and_an_op_without_a_name(ranks):
     ranks(4).run(run)
 
 
-def test_iris_inside_a_compiled_function(ranks):
+@pytest.mark.parametrize("lowering", ["torch", "triton"])
+def test_iris_inside_a_compiled_function(ranks, lowering):
     def run():
         iris.iris(1 << 22)
         forget()
@@ -234,7 +235,7 @@ def test_iris_inside_a_compiled_function(ranks):
         up, down = nn.Linear(6, 12), nn.Linear(12, 6)
         column, row = ColumnParallelLinear.from_linear(up), RowParallelLinear.from_linear(down)
         model = nn.Sequential(column, nn.ReLU(), row)
-        doubled = iris.spmd(lambda x: iris.all_reduce(x * 2, "tp"))
+        doubled = iris.spmd(lowering=lowering)(lambda x: iris.all_reduce(x * 2, "tp"))
         for backend in ("iris", "aot_eager"):  # each call of ours breaks the graph
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("error", UserWarning)
