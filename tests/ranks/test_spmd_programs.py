@@ -339,7 +339,9 @@ def _gathers(lowering, m):
     return [choice.algorithm for program in programs for choice in program.choices.values()]
 
 
-@pytest.mark.parametrize(("world", "m"), [(2, 9), (3, 4), (4, 3)])
+@pytest.mark.parametrize(
+    ("world", "m"), [(2, 9), (3, 4), pytest.param(4, 3, marks=pytest.mark.slow)]
+)
 def test_gathers_before_and_after_a_product(ranks, world, m):
     # bytedance/flux#44
     for algorithms in ranks(world).run(_gathers, "triton", m):
