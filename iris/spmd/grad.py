@@ -144,7 +144,7 @@ class _Run(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         program: GradProgram = ctx.program
-        prepare(program)
+        prepare(program.backward)
         given = [grads[i].contiguous() for i in program.given]
         found = program.backward([*(x.detach() for x in ctx.saved_tensors), *given])
         by_input = dict(zip(program.wanted, found, strict=True))

@@ -133,7 +133,7 @@ def prepare(program: Program) -> None:
             f"{program.options.name}: an abstract mesh has no ranks to run on",
             help="trace it only, or use iris.mesh(shape, names) over a started world",
         )
-    for part in program.parts:
+    for part in reversed(program.parts):  # the first is what a call begins with
         prepare(part)
         program.executable, program.runner = part.executable, part.runner
     if program.executable is not None:
@@ -155,7 +155,7 @@ def prepare(program: Program) -> None:
         except HeapExhaustedError:  # on all ranks alike, as is the order of calls
             if not prepared:
                 raise
-            oldest = min(prepared, key=lambda other: other.runner.used)
+            oldest = min(prepared, key=lambda other: (other.runner.used, other.title))
             oldest.executable = oldest.runner = None  # until it is prepared again
             prepared.remove(oldest)
     program.plan = program.executable.text

@@ -190,6 +190,31 @@ def test_what_is_known_of_cotangents_refuses_nothing(ranks):
     ranks(2).run(_known_in_the_backward)
 
 
+def _sizes_that_two_ranks_cannot_tell():
+    """Kernels in the forward, and none in the backward."""
+    ctx = iris.iris(1 << 22)
+
+    @iris.spmd(in_specs=P("tp"), out_specs=P(), lowering="triton")
+    def squares(x):
+        return iris.all_reduce(x.square().sum(), "tp")
+
+    wholes = [small_integers((rows, 2), 0, rows) for rows in (5, 6)]
+    parts = [leaf(shard(x, 0, ctx.cur_rank, ctx.num_ranks)) for x in wholes]
+    for part in parts:
+        squares.trace(part)
+    for call, at in enumerate((0, 1, 1, 0, 0, 1)):
+        delay(call % 3, 0.02)
+        parts[at].grad = None
+        y = squares(parts[at])
+        y.backward()
+        assert y == wholes[at].square().sum()
+        assert torch.equal(parts[at].grad, 2 * parts[at].detach())
+
+
+def test_sizes_that_some_ranks_cannot_tell_apart(ranks):
+    ranks(3).run(_sizes_that_two_ranks_cannot_tell)
+
+
 COUNTS = {
     "full": lambda x: torch.full((), x.shape[0], dtype=x.dtype),
     "literal": lambda x: torch.tensor(float(x.shape[0])),
