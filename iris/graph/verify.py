@@ -5,7 +5,7 @@ from typing import Any
 
 from iris.errors import GraphError, IrisError
 from iris.graph.congruence import congruence
-from iris.graph.nodes import Arg, Graph, Node, Ref, Value, walk
+from iris.graph.nodes import Graph, Node, Value, map_refs, walk
 from iris.graph.ops import InferContext, Local, effects, infer_node
 from iris.graph.types import Mesh, TensorType
 
@@ -29,16 +29,10 @@ def infer_types(
 ) -> tuple[TensorType, ...]:
     """Types of the outputs of ``node`` by its rule, given the types of all values that it reads."""
     locals = [Local(v.type.dtype, v.type.local_shape(mesh, place)) for v in node.outputs]
-    args = [typed(arg, types) for arg in node.args]
-    attrs = {key: typed(arg, types) for key, arg in node.attrs}
+    type_of: Any = types.__getitem__
+    args = [map_refs(arg, type_of) for arg in node.args]
+    attrs = {key: map_refs(arg, type_of) for key, arg in node.attrs}
     return infer_node(node.op, InferContext(mesh, place, node.loc), args, attrs, locals)
-
-
-def typed(arg: Arg, types: Mapping[str, TensorType]) -> Any:
-    """``arg`` with the type in place of every use."""
-    if isinstance(arg, Ref):
-        return types[arg.name]
-    return tuple(typed(item, types) for item in arg) if isinstance(arg, tuple) else arg
 
 
 def external_uses(body: Sequence[Node]) -> tuple[str, ...]:

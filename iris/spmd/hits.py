@@ -47,7 +47,7 @@ class Hit:
         self._instance_same = _instance_checker(instance)
         self._agrees = _checker(program, bound.tensors, [_remember(access) for access in accesses])
         plain = instance is None and bound.only_tensors and not program.meets_on_host
-        self.takes = self._agrees if plain else _never
+        self.takes = self._agrees if plain else lambda _: False
 
     def fits(self, bound: Bound, instance: object) -> bool:
         """Whether a call means the same as this one."""
@@ -91,10 +91,6 @@ def _checker(
         )
 
     return agrees
-
-
-def _never(_: object) -> bool:
-    return False
 
 
 Seen = tuple[Access, object, Callable[[], object], object]

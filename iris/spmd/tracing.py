@@ -198,6 +198,27 @@ def _quiet() -> Iterator[None]:
         log.disabled = before
 
 
+# What each failure of a trace means, and the way out.
+_FAILURES: dict[type[Exception], tuple[str, str]] = {
+    _Value: (
+        "{0} of a traced tensor: its values are not known while tracing",
+        "keep the computation in torch ops, or do this outside the decorated function",
+    ),
+    DTensorFromOutside: (
+        "reads a DTensor that is not an argument",
+        "pass it as an argument: the program then sees its local part",
+    ),
+    DataDependentOutputException: (
+        "Python asks for the value of a traced tensor (if, while, item(), int() or float())",
+        "use torch.where, or branch on shapes or on a plain Python argument",
+    ),
+    DynamicOutputShapeException: (
+        "{0.func} makes a shape that depends on values",
+        "use a form with a fixed shape (masks, torch.where), or do this outside",
+    ),
+}
+
+
 @contextmanager
 def _explain(name: str) -> Iterator[None]:
     """Make TraceErrors, with the user's line, of the ways in which a trace can fail."""
@@ -205,28 +226,10 @@ def _explain(name: str) -> Iterator[None]:
         yield
     except IrisError:
         raise
-    except _Value as error:
-        raise TraceError(
-            f"{name}: {error} of a traced tensor: its values are not known while tracing"
-            + _error_line(error),
-            help="keep the computation in torch ops, or do this outside the decorated function",
-        ) from None
-    except DTensorFromOutside as error:
-        raise TraceError(
-            f"{name}: reads a DTensor that is not an argument{_error_line(error)}",
-            help="pass it as an argument: the program then sees its local part",
-        ) from None
-    except DataDependentOutputException as error:
-        raise TraceError(
-            f"{name}: Python asks for the value of a traced tensor "
-            "(if, while, item(), int() or float())" + _error_line(error),
-            help="use torch.where, or branch on shapes or on a plain Python argument",
-        ) from None
-    except DynamicOutputShapeException as error:
-        raise TraceError(
-            f"{name}: {error.func} makes a shape that depends on values{_error_line(error)}",
-            help="use a form with a fixed shape (masks, torch.where), or do this outside",
-        ) from None
+    except tuple(_FAILURES) as error:
+        what, help = next(found for kind, found in _FAILURES.items() if isinstance(error, kind))
+        text = f"{name}: {what.format(error)}{_error_line(error)}"
+        raise TraceError(text, help=help) from None
     except Exception as error:
         if isinstance(error, WriteOutside) or "mutating a non-functional tensor" in str(error):
             raise OutsideWriteError(
