@@ -62,7 +62,7 @@ def raise_biased(
 
 @register
 class Matmul(Op):
-    """``a @ b`` of two matrices, or of two batches: ``f32[8, 4/tp], f32[4/tp, 6] -> f32[8, 6]+tp``.
+    """``a @ b`` of matrices, vectors or batches: ``f32[8, 4/tp], f32[4/tp, 6] -> f32[8, 6]+tp``.
 
     Rows, columns and batches keep their splits. Operands split alike on the summed dim give a
     partial value; split differently, a varying one.
@@ -77,18 +77,6 @@ class Matmul(Op):
         dtype = numpy_dtype(node.out.type.dtype)
         pairs = zip(args[0], args[1], strict=True)
         return [[np.asarray(np.matmul(a, b)).astype(dtype) for a, b in pairs]]
-
-
-class Mv(Matmul):
-    """A product with a vector: ``f32[8, 4/tp], f32[4/tp] -> f32[8]+tp``."""
-
-    name = "mv"
-
-
-class Dot(Matmul):
-    """A product of two vectors: ``f32[8/tp], f32[8/tp] -> f32[]+tp``."""
-
-    name = "dot"
 
 
 class IntMm(Matmul):
@@ -128,18 +116,6 @@ class Addmm(Op):
         ]
 
 
-class Baddbmm(Addmm):
-    """`addmm` over a batch: ``f32[2, 8, 6], f32[2, 8, 4], f32[2, 4, 6] -> f32[2, 8, 6]``."""
-
-    name = "baddbmm"
-
-
-class Addmv(Addmm):
-    """`addmm` with a vector: ``f32[8], f32[8, 4], f32[4] -> f32[8]``."""
-
-    name = "addmv"
-
-
 class ScaledMm(Op):
     """A scaled fp8 product: ``f8e4m3fn[8, 4/tp], f8e4m3fn[4/tp, 6] -> bf16[8, 6]+tp``.
 
@@ -174,6 +150,8 @@ class ScaledMm(Op):
 
 
 PRODUCTS: dict[str, Op] = {
-    op.name: op for op in (Mv(), Dot(), IntMm(), Addmm(), Baddbmm(), Addmv(), ScaledMm())
+    **{name: Matmul(name) for name in ("mv", "dot")},
+    **{name: Addmm(name) for name in ("addmm", "baddbmm", "addmv")},
+    **{op.name: op for op in (IntMm(), ScaledMm())},
 }
-"""ATen's other products, by name."""
+"""ATen's other products, with vectors and batches too, by name."""

@@ -72,14 +72,5 @@ class AllReduceNorm(Stage):
     name = "all_reduce_norm"
 
 
-STAGES = frozenset(
-    cls.name
-    for cls in (
-        AllGatherMatmul,
-        MatmulReduceScatter,
-        MatmulAllReduce,
-        MatmulAllGather,
-        AllReduceNorm,
-    )
-)
+STAGES = frozenset(cls.name for cls in Stage.__subclasses__())
 """Names of the fused stages."""
