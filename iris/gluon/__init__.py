@@ -19,15 +19,26 @@ that synchronise (signals, waits, barriers, the copy engine) do not know ``warp_
 Importing this module raises ``UnsupportedError`` where Triton has no Gluon, or interprets kernels.
 """
 
-from iris.gluon import availability
+import copyreg
 
-availability.check()
+from iris.errors import UnsupportedError
 
-import copyreg  # noqa: E402
+try:
+    import triton.experimental.gluon
+    from triton.experimental.gluon._runtime import GluonJITFunction
+except ImportError:
+    raise UnsupportedError(
+        "iris.gluon needs Gluon, which this Triton does not have",
+        help="use a Triton from 3.6 on, or write the kernel with @triton.jit",
+    ) from None
+if triton.knobs.runtime.interpret:
+    raise UnsupportedError(
+        "iris.gluon compiles kernels for a GPU, and Triton is set to interpret them",
+        help="use the functions of iris in @triton.jit kernels, or unset TRITON_INTERPRET where "
+        "there is a GPU",
+    )
 
-from triton.experimental.gluon._runtime import GluonJITFunction  # noqa: E402
-
-from iris.device.atomics import (  # noqa: E402
+from iris.device.atomics import (
     atomic_add as atomic_add,
     atomic_and as atomic_and,
     atomic_cas as atomic_cas,
@@ -38,9 +49,9 @@ from iris.device.atomics import (  # noqa: E402
     atomic_xchg as atomic_xchg,
     atomic_xor as atomic_xor,
 )
-from iris.device.context import DeviceContext as DeviceContext  # noqa: E402
-from iris.device.copy_engine import quiet as quiet  # noqa: E402
-from iris.device.ops import (  # noqa: E402
+from iris.device.context import DeviceContext as DeviceContext
+from iris.device.copy_engine import quiet as quiet
+from iris.device.ops import (
     copy as copy,
     get as get,
     load as load,
@@ -48,8 +59,8 @@ from iris.device.ops import (  # noqa: E402
     store as store,
     translate as translate,
 )
-from iris.device.pickling import reduce_kernel  # noqa: E402
-from iris.device.signals import signal as signal, wait as wait  # noqa: E402
-from iris.gluon import tma as tma  # noqa: E402
+from iris.device.pickling import reduce_kernel
+from iris.device.signals import signal as signal, wait as wait
+from iris.gluon import tma as tma
 
 copyreg.pickle(GluonJITFunction, reduce_kernel)  # kernels of scripts travel to ranks
