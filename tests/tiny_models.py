@@ -11,6 +11,19 @@ KINDS = {
     "qwen2": {"use_sliding_window": False},  # biases on q, k and v
     "qwen3": {"head_dim": 8, **WINDOWS},  # norms of heads
     "smollm3": {"no_rope_layer_interval": 2},  # layers without positions
+    "ministral": {
+        "head_dim": 8,
+        "sliding_window": 6,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
+    "olmo": {},  # norms without weights
+    "seed_oss": {"head_dim": 8, "attention_bias": True, "attention_out_bias": True},
     "gemma": {"head_dim": 8},  # GEGLU, norms of one and more, scaled embeddings
     "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6},  # bounded scores
     "gemma3_text": {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6},  # two angles

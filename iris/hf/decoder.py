@@ -57,8 +57,10 @@ def layer_forward(
     rows = cos.shape[0] * cos.shape[1] if x.dim() == 2 else None
     attended, new = self.self_attn(self.input_layernorm(x), cos, sin, past, mask)
     if not hasattr(self, "pre_feedforward_layernorm"):
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x), rows), new
+        share = getattr(self, "residual_multiplier", None)  # Granite
+        x = x + (attended if share is None else attended * share)
+        y = self.mlp(self.post_attention_layernorm(x), rows)
+        return x + (y if share is None else y * share), new
     x = x + self.post_attention_layernorm(attended)  # Gemma 2 and 3: norms on both sides
     y = self.mlp(self.pre_feedforward_layernorm(x), rows)
     return x + self.post_feedforward_layernorm(y), new
@@ -95,6 +97,8 @@ def decode(
     if spread:
         x = all_gather(x, embed.axis, 0, size=batch * rows).view(batch, rows, -1)
     logits = model.lm_head(decoder.norm(x.index_select(1, keep)))
+    if (scaling := getattr(model.config, "logits_scaling", None)) is not None:
+        logits = logits / scaling
     cap = getattr(model.config, "final_logit_softcapping", None)
     return logits if cap is None else (logits / cap).tanh() * cap, torch.stack(held)
 
@@ -243,10 +247,11 @@ def _checked(
 
 def _check_state(model: Any) -> None:
     """UnsupportedError for what was asked of the model itself, not of a call."""
-    if model.training and getattr(model.config, "attention_dropout", 0):
-        raise UnsupportedError(
-            "a parallelized model has no dropout", help="set config.attention_dropout = 0"
-        )
+    for name in ("attention_dropout", "residual_dropout"):
+        if model.training and getattr(model.config, name, 0):
+            raise UnsupportedError(
+                "a parallelized model has no dropout", help=f"set config.{name} = 0"
+            )
     one = model.model.layers[0].self_attn
     learns = torch.is_grad_enabled() and (model.training or one.qkv.requires_grad)
     if learns and one.copies > 1:

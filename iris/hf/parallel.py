@@ -22,7 +22,8 @@ from iris.spmd.specs import P
 M = TypeVar("M", bound=nn.Module)
 
 FAMILY = (
-    "llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma", "gemma2", "gemma3_text",
+    "llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "gemma", "gemma2", "gemma3_text",
+    "granite", "olmo", "seed_oss",
 )  # fmt: skip
 """Values of ``model.config.model_type`` that are known to be decoders of the Llama form."""
 
@@ -54,8 +55,8 @@ def parallelize(
     and words that do not divide are split unevenly.
 
     Args:
-        model: a ``LlamaForCausalLM``, or one of the Mistral, Qwen2, Qwen3, SmolLM3 or Gemma kind.
-            It may be on the device "meta", with ``weights``.
+        model: a ``LlamaForCausalLM``, or another model that docs/how-to/hugging-face.md lists. It
+            may be on the device "meta", with ``weights``.
         mesh: a mesh with the axis ``axis``; None is all ranks. Along other axes the model is whole
             again, and each may be given prompts of its own.
         plan: how linear layers are split, ``{"layers.*.mlp.up_proj": "colwise"}``, as a
@@ -111,6 +112,8 @@ def _check(model: nn.Module) -> None:
             f"iris.parallelize does not know the form of {type(model).__name__} ({kind})",
             help=f"it knows causal language models of {', '.join(FAMILY)}; others: iris.nn",
         )
+    if getattr(config, "clip_qkv", None) is not None:
+        raise UnsupportedError(f"{type(model).__name__} clips queries, keys and values")
     if getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedError(f"{type(model).__name__} looks at rows that come after")
     if hasattr(model, "spmd"):
@@ -203,11 +206,11 @@ class _Cutter:
 
     def run(self) -> None:
         model, decoder, config = self.model, self.model.model, self.config
-        old = decoder.embed_tokens
+        old, scale = decoder.embed_tokens, getattr(decoder, "embedding_multiplier", 1.0)
         decoder.embed_tokens = _wants(
             ParallelEmbedding.from_weight(
                 self.tensor("model.embed_tokens.weight"),
-                scale=getattr(old, "scalar_embed_scale", 1.0),
+                scale=getattr(old, "scalar_embed_scale", scale),
                 **self.where,
             ),
             old,
@@ -262,7 +265,7 @@ class _Cutter:
         layer.mlp = _wants(ParallelMLP.from_linear(up, down, gate, **options), old)
 
     def norm(self, norm: nn.Module, name: str) -> nn.Module:
-        if self.weights is not None:
+        if self.weights is not None and norm._parameters:
             wanted = any(weight.requires_grad for weight in norm.parameters())
             norm.weight = parameter(self.weights[name][:].to(self.model.dtype))
             norm.requires_grad_(wanted)

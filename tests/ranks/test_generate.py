@@ -25,7 +25,7 @@ pytestmark = [
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
-SLOW = ("llama", "mistral", "qwen2", "smollm3", "gemma")
+SLOW = ("llama", "mistral", "ministral", "qwen2", "smollm3", "gemma", "olmo", "seed_oss")
 
 
 def slow(values):
@@ -176,12 +176,16 @@ REFUSED = {
     "another form": (
         lambda: iris.parallelize(torch.nn.Linear(2, 2)),
         "iris.parallelize does not know the form of Linear (Linear)\n"
-        "help: it knows causal language models of llama, mistral, qwen2, qwen3, smollm3, gemma, "
-        "gemma2, gemma3_text; others: iris.nn",
+        "help: it knows causal language models of llama, mistral, ministral, qwen2, qwen3, "
+        "smollm3, gemma, gemma2, gemma3_text, granite, olmo, seed_oss; others: iris.nn",
     ),
     "rows after": (
         lambda: iris.parallelize(tiny("gemma3_text", use_bidirectional_attention=True)),
         "Gemma3ForCausalLM looks at rows that come after",
+    ),
+    "clipped": (
+        lambda: iris.parallelize(tiny("olmo", clip_qkv=1.0)),
+        "OlmoForCausalLM clips queries, keys and values",
     ),
     "no plan": (
         lambda: iris.parallelize(tiny("llama"), plan="columns"),

@@ -2,14 +2,17 @@
 
 import copy
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 import iris
+from iris.hf.parallel import FAMILY
 
 transformers = pytest.importorskip("transformers")
-from tiny_models import tiny  # noqa: E402  (needs transformers)
+from tiny_models import KINDS, tiny  # noqa: E402  (needs transformers)
 
 pytestmark = [
     pytest.mark.ranks,
@@ -21,6 +24,9 @@ IDS = torch.tensor([[43, 2, 47, 5, 31, 29, 31]])
 BATCH = torch.tensor([[0, 0, 0, 7, 8, 9], [2, 3, 4, 5, 6, 7], [0, 4, 3, 2, 11, 12]])
 MASK = (BATCH > 0).long()
 PACKED = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+
+
+PAGE = Path(__file__).parents[2] / "docs/how-to/hugging-face.md"
 
 
 def speak(model, ids=IDS, mask=None, **options):
@@ -399,3 +405,58 @@ def test_models_that_are_not_parallelized(ranks, name):
         return str(error.value)
 
     assert ranks(2).run(run, name) == [UNCUT[name][1]] * 2
+
+
+ANGLES = {
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 4.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "longrope": {"factor": 2.0, "short_factor": [1.0] * 4, "long_factor": [3.0, 2.0, 1.5, 4.0]},
+}
+
+
+def _turned(kind, ids, parallel):
+    if parallel:
+        iris.iris(1 << 24)
+    angles = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    options = {"max_position_embeddings": 32, "rope_parameters": angles | ANGLES[kind]}
+    model = tiny("llama", 4, 2, num_hidden_layers=2, **options)
+    model = iris.parallelize(model) if parallel else model
+    with torch.no_grad():
+        return model(ids).logits, model(ids[:, :7]).logits, speak(model, ids)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [one if one == "dynamic" else pytest.param(one, marks=pytest.mark.slow) for one in ANGLES],
+)
+def test_every_kind_of_rotary_scaling(ranks, kind):
+    ids = torch.randint(2, 61, (1, 24), generator=torch.Generator().manual_seed(1))
+    expected = _turned(kind, ids, False)
+    for found in ranks(2).run(_turned, kind, ids, True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_page_lists_the_models_that_are_known_and_tested():
+    """`test_generate.test_other_models_of_the_family` runs all of `KINDS`."""
+    listed = re.findall(r"^\| .* \| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)
+    assert listed == [*FAMILY]
+    assert {*listed} == {*KINDS}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["mixtral", "qwen3_moe", "phi3", "cohere", "stablelm", "olmo2", "gpt_neox", "gpt2", "bert"],
+)
+def test_other_forms_are_refused(kind):
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model(kind)
+        config.num_hidden_layers = 1
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(iris.UnsupportedError) as error:
+        iris.parallelize(model)
+    assert str(error.value) == (
+        f"iris.parallelize does not know the form of {type(model).__name__} ({kind})\n"
+        f"help: it knows causal language models of {', '.join(FAMILY)}; others: iris.nn"
+    )
