@@ -159,7 +159,7 @@ def _check_parts(model: nn.Module, weights: Checkpoint | None) -> None:
             wrong.append(f"{_anonymous(name)} has hooks")
     if not [*model.get_submodule("model.layers").children()]:
         wrong.append("it has no layers")
-    if getattr(model, "is_gradient_checkpointing", False):
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         wrong.append("activations are to be computed again for gradients")
     if weights is None and any(parameter.is_meta for parameter in model.parameters()):
         wrong.append("it is on the device meta, and no weights are given")

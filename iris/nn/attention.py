@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from iris.errors import SpecError
 from iris.nn.linear import RowParallelLinear
-from iris.nn.shards import LinearSource, Place, Source, parameter
+from iris.nn.shards import LinearSource, Place, Source, linear_source, parameter
 from iris.spmd.collectives import all_gather
 from iris.spmd.modules import partition
 from iris.spmd.specs import P
@@ -84,6 +84,12 @@ class ParallelAttention(nn.Module):
         SpecError where ``heads`` are no whole groups.
         """
         place = Place.of(axis, mesh)
+        biases = [linear_source(one).bias is not None for one in (q, k, v, o)][:3]
+        if len({*biases}) > 1:
+            raise SpecError(
+                "some of q, k and v have a bias, and some have none",
+                help="give all three a bias, of zeros where there was none",
+            )
         if heads % kv_heads or q.weight.shape[0] % heads:
             raise SpecError(
                 f"{heads} query heads over {kv_heads} key heads, of {q.weight.shape[0]} rows, "

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from iris.nn.shards import LinearSource, Place, parameter
+from iris.nn.shards import LinearSource, Place, linear_source, parameter
 from iris.spmd.collectives import all_gather, all_reduce, reduce_scatter
 from iris.spmd.modules import partition
 from iris.spmd.specs import P
@@ -55,7 +55,7 @@ class ColumnParallelLinear(nn.Module):
         """Copy this rank's rows of an unsharded layer, or read them from a `Checkpoint`;
         ``options`` are those of the class.
         """
-        place, features = Place.of(axis, mesh), linear.weight.shape[0]
+        place, features = Place.of(axis, mesh), linear_source(linear).weight.shape[0]
         bias = None if linear.bias is None else place.take(linear.bias, 0)
         weight = place.take(linear.weight, 0)
         return cls(weight, bias, out_features=features, axis=axis, mesh=mesh, **options)
@@ -111,8 +111,8 @@ class RowParallelLinear(nn.Module):
         """Copy this rank's columns of an unsharded layer, or read them from a `Checkpoint`;
         ``options`` are those of the class.
         """
-        place = Place.of(axis, mesh)
-        bias = None if linear.bias is None else linear.bias[:].detach().clone()
+        place, whole = Place.of(axis, mesh), linear_source(linear).bias
+        bias = None if whole is None else whole[:].detach().clone()
         weight = place.take(linear.weight, 1)
         return cls(weight, bias, axis=axis, mesh=mesh, **options)
 

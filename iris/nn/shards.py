@@ -31,6 +31,19 @@ class LinearSource(Protocol):
     def bias(self) -> Source | None: ...
 
 
+def linear_source(linear: LinearSource) -> LinearSource:
+    """``linear`` itself. SpecError where it is no linear layer: another layout of its weight would
+    be cut wrongly.
+    """
+    other = isinstance(linear, nn.Module) and not isinstance(linear, nn.Linear)
+    if other or len(linear.weight.shape) != 2:
+        raise SpecError(
+            f"a {type(linear).__name__} is no linear layer with a weight [out, in]",
+            help="pass an nn.Linear, or the tensors as iris.nn.shards.StoredLinear(weight, bias)",
+        )
+    return linear
+
+
 @dataclass(frozen=True)
 class Place:
     """Where this rank is along a mesh axis."""
@@ -117,7 +130,7 @@ class Checkpoint:
         """The tensors of a safetensors file, or of all such files in a folder. SpecError where
         there is none, or where two hold a tensor of one name.
         """
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         place = Path(path)
         files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
@@ -125,8 +138,11 @@ class Checkpoint:
             raise SpecError(f"no safetensors file at {place}", help="give a file, or its folder")
         sources: dict[str, Source] = {}
         for file in files:
-            with safe_open(file, "pt") as opened:
-                parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            try:
+                with safe_open(file, "pt") as opened:
+                    parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            except SafetensorError as error:
+                raise SpecError(f"{file} is no safetensors file: {error}") from error
             if twice := parts.keys() & sources.keys():
                 raise SpecError(
                     f"{min(twice)} is in {file.name} and in another file of {place}",

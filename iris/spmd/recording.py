@@ -90,6 +90,8 @@ class Recorder(TorchDispatchMode):
         operands, key = self._described((args, kwargs))
         if func._schema.is_mutable and any(n.op == "get_attr" for n in _written(func, *operands)):
             raise WriteOutside
+        if torch.Tag.inplace_view in func.tags:  # its operand is to have another shape
+            operands[0][0].meta["val"] = self._alike(args[0])
         result = self._repeated((func, key))
         if result is None:
             result = func(*args, **kwargs)
@@ -126,6 +128,11 @@ class Recorder(TorchDispatchMode):
         with torch._C._DisableTorchDispatch():
             made = [self._fake(*one) for one in found[1]]
         return made[0] if found[0] is None else found[0](made)
+
+    def _alike(self, tensor: Tensor) -> Tensor:
+        with torch._C._DisableTorchDispatch():
+            shape, offset = tensor.shape, int(tensor.storage_offset())
+            return self._fake(tensor.dtype, shape, tensor.stride(), offset, tensor.device)
 
     def _fake(self, dtype: Any, shape: Any, stride: Any, offset: int, device: Any) -> Tensor:
         if offset:

@@ -341,6 +341,35 @@ def test_partition_of_an_unknown_tensor():
     assert str(error.value) == "Linear holds no tensor 'weigth'\nhelp: it holds bias, weight"
 
 
+SOURCES = {
+    "another layer": (
+        lambda path: iris.nn.ColumnParallelLinear.from_linear(nn.Conv1d(3, 3, 1)),
+        "a Conv1d is no linear layer with a weight [out, in]\n"
+        "help: pass an nn.Linear, or the tensors as iris.nn.shards.StoredLinear(weight, bias)",
+    ),
+    "some biases": (
+        lambda path: iris.nn.ParallelAttention.from_linear(
+            *(nn.Linear(8, 8, bias=bias) for bias in (True, False, True, True)), heads=2, kv_heads=2
+        ),
+        "some of q, k and v have a bias, and some have none\n"
+        "help: give all three a bias, of zeros where there was none",
+    ),
+    "another file": (
+        lambda path: [path.write_bytes(b"none"), iris.nn.Checkpoint.open(path)],
+        "FILE is no safetensors file: Error while deserializing header: header too small",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_layers_are_not_made_from(name, tmp_path):
+    iris.iris(1 << 20)
+    path = tmp_path / "weights"
+    with pytest.raises(SpecError) as error:
+        SOURCES[name][0](path)
+    assert str(error.value).replace(str(path), "FILE") == SOURCES[name][1]
+
+
 def test_a_tensor_that_two_files_hold(tmp_path):
     for name in ("a", "b"):
         save_file({"up.weight": torch.zeros(2, 2)}, tmp_path / f"{name}.safetensors")

@@ -367,3 +367,28 @@ def test_aliases_are_told_apart_on_several_ranks(ranks):
     # pytorch/pytorch#139789
     for results in ranks(2).run(_aliases):
         assert results == [[3] * 4, [4, 4, 3, 3], [4, 4, 3, 3]]
+
+
+VECTORS = {
+    "linear": torch.nn.functional.linear,
+    "product": lambda x, w: x @ w.T,
+    "mv": lambda x, w: w @ x,
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_a_vector_meets_a_split_matrix(ranks, name):
+    """torch makes a matrix of the vector, and in place a vector of the result."""
+
+    def run(name):
+        ctx = iris.iris(1 << 20)
+        product = VECTORS[name]
+        program = iris.spmd(in_specs=(P(), P("tp")), out_specs=P())(
+            lambda x, w: iris.all_gather(2 * product(x, w), "tp")
+        )
+        for seed in range(3):
+            x, w = small_integers((4,), seed=seed), small_integers((6, 4), seed=seed)
+            shard = w.chunk(ctx.num_ranks)[ctx.cur_rank]
+            assert torch.equal(program(x, shard), 2 * (w @ x))
+
+    ranks(2).run(run, name)
