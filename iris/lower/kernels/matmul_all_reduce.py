@@ -24,6 +24,7 @@ from iris.lower.kernels.sums import (
     announce_to_all,
     announce_to_owners,
     collect,
+    count_columns,
     finish_sum,
     norm_rows,
     send_to_all,
@@ -97,8 +98,9 @@ def matmul_all_reduce_kernel(
         since = tracing.begin(watch)
         if T.one_shot:
             sum_rows(
-                number, M, 0, run, parts, size, line, finish_sum, sink, norm_rows, news, after, T
-            )
+                number, M, 0, run, parts, size, line, finish_sum, sink, count_columns, news, after,
+                T,
+            )  # fmt: skip
             tracing.end(watch, since, tracing.SUM)
         else:
             row0 = (turn & 1).to(tl.int64) * T.world * shard
@@ -115,9 +117,13 @@ def matmul_all_reduce_kernel(
             since = tracing.begin(watch)
             source = peer(sums, rank, T.dtype) + row0 * ld
             collect(
-                source, ld, first_flag, shard, run, size, line, rank, number, sink, norm_rows, news,
-                after, T,
+                source, ld, first_flag, shard, run, size, line, rank, number, sink, count_columns,
+                news, after, T,
             )  # fmt: skip
+            tracing.end(watch, since, tracing.COLLECT)
+        if T.norm > 0:
+            since = tracing.begin(watch)
+            norm_rows(news, M, slot_rows, run, state, T)
             tracing.end(watch, since, tracing.COLLECT)
         leave(state, epoch, turn, rank, watch, T)
 
@@ -151,7 +157,10 @@ class MatmulAllReduce(ProductStage):
         one_shot = M <= cls.ONE_SHOT_ROWS if one_shot is None else one_shot
         T, run = part_tiling(problem, M if one_shot else shard)
         T = T.with_modes(
-            one_shot=one_shot, awaited=not one_shot, announced=True, norm=cls.NORMS[norm]
+            one_shot=one_shot,
+            awaited=not one_shot or norm is not None,
+            announced=True,
+            norm=cls.NORMS[norm],
         )
         parts = W * (M if one_shot else shard) * problem.row_bytes
         flags: tuple[int, ...] = (1, tiles_of(M, N, T))

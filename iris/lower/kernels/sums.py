@@ -141,39 +141,59 @@ def no_news(news, item, block, row, end, T: tl.constexpr):
 
 
 @device_function
-def norm_rows(news, item, block, row, end, T: tl.constexpr):
-    """RMSNorm of rows ``row .. end``, by the program that stores the last of their columns.
-
-    ``T.norm`` is 2 with a weight, 1 without; 0: do nothing.
-    """
+def count_columns(news, item, block, row, end, T: tl.constexpr):
+    """Note that some columns of a block of rows are stored, for ``norm_rows``."""
     if T.norm > 0:
-        counters, epoch, across, N, summed, summed_row, weight, eps, out, out_row = news
-        C: tl.constexpr = 1024
         together()
-        before = tl.atomic_add(counters + block, 1, sem="acq_rel", scope="gpu")
-        last = before + 1 == across * (epoch + 1)
-        row = tl.where(last, row, end)
-        while row < end:
-            source = summed + row.to(tl.int64) * summed_row
-            target = out + row.to(tl.int64) * out_row
-            squares = tl.zeros((C,), tl.float32)
-            first = row * 0
-            while first < N:
-                c = first + tl.arange(0, C)
-                value = tl.load(source + c, mask=c < N, other=0, cache_modifier=".cg")
-                squares += value.to(tl.float32) * value.to(tl.float32)
-                first += C
-            scale = tl.rsqrt(tl.sum(squares) / N + eps)
-            first = row * 0
-            while first < N:
-                c = first + tl.arange(0, C)
-                value = tl.load(source + c, mask=c < N, other=0, cache_modifier=".cg")
-                value = value.to(tl.float32) * scale
-                if T.norm == 2:
-                    value = value * tl.load(weight + c, mask=c < N, other=0).to(tl.float32)
-                tl.store(target + c, value.to(out.dtype.element_ty), mask=c < N)
-                first += C
-            row += 1
+        tl.atomic_add(news[0] + block, 1, sem="acq_rel", scope="gpu")
+
+
+@device_function
+def norm_rows(news, M, shard, run, state, T: tl.constexpr):
+    """RMSNorm of all rows, each by the program that takes it, once all its columns are stored.
+
+    ``T.norm`` is 2 with a weight, 1 without. Blocks are ``run`` rows of each ``shard``; what is
+    counted in them was taken by ticket, so by programs that run.
+    """
+    counters, epoch, across, N, summed, summed_row, weight, eps, out, out_row = news
+    C: tl.constexpr = 4096
+    c = tl.arange(0, C)
+    goal = across * (epoch + 1)
+    row = ticket(state, 2)
+    while row < M:
+        later = ticket(state, 2)
+        count = counters + (row // shard * tl.cdiv(shard, run) + row % shard // run)
+        seen = tl.atomic_add(count, 0, sem="acquire", scope="gpu")
+        while seen - goal < 0:
+            seen = tl.atomic_add(count, 0, sem="acquire", scope="gpu")
+        source = summed + row.to(tl.int64) * summed_row
+        value = tl.load(source + c, mask=c < N, other=0, cache_modifier=".cg").to(tl.float32)
+        squares = value * value
+        first = row * 0 + C
+        while first < N:
+            there = first + c < N
+            more = tl.load(source + first + c, mask=there, other=0, cache_modifier=".cg")
+            squares += more.to(tl.float32) * more.to(tl.float32)
+            first += C
+        scale = tl.rsqrt(tl.sum(squares) / N + eps)
+        target = out + row.to(tl.int64) * out_row
+        _store_scaled(value, scale, weight, c, N, target, T)
+        first = row * 0 + C
+        while first < N:
+            there = first + c < N
+            more = tl.load(source + first + c, mask=there, other=0, cache_modifier=".cg")
+            _store_scaled(more.to(tl.float32), scale, weight, first + c, N, target, T)
+            first += C
+        row = later
+
+
+@device_function
+def _store_scaled(value, scale, weight, columns, N, target, T: tl.constexpr):
+    value = value * scale
+    mask = columns < N
+    if T.norm == 2:
+        value = value * tl.load(weight + columns, mask=mask, other=0).to(tl.float32)
+    tl.store(target + columns, value.to(target.dtype.element_ty), mask=mask)
 
 
 @device_function
@@ -200,7 +220,7 @@ def collect(
     """Store ``after`` of all members' rows of ``source`` [M, ld], own first, as they arrive.
 
     Items are those of ``sum_rows``, for each owner; their flags begin at ``first_flag``; ``summed``
-    as there. Nobody waits for this: program p begins with item p.
+    as there. Nobody waits for this but norms: without them program p begins with item p.
     """
     LANES: tl.constexpr = T.lanes
     flags, epoch, state, watch = line
@@ -209,9 +229,11 @@ def collect(
     each = tl.cdiv(shard, run) * across
     lane = tl.arange(0, LANES)
     target, out_row, out_column, _, _, args = out
-    place = first_item(number, T)
+    place = first_ticket(state, 1, number, T) if T.norm > 0 else first_item(number, T)
     while place < each * T.world:
-        later = ticket(state, 1) + crew(T)
+        later = ticket(state, 1)
+        if T.norm == 0:
+            later += crew(T)
         owner = (place // each + rank) % T.world
         item = place % each
         row = item // across * run
