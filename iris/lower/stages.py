@@ -82,6 +82,16 @@ class Match:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What kernels do beside products and sums: up to how many rows two weights share tiles and an
+    epilogue, and whether they compute the norm of a product's sum.
+    """
+
+    paired_rows: float = math.inf
+    norms: bool = True
+
+
+@dataclass(frozen=True)
 class _Body:
     """What is asked about a stage's body."""
 
@@ -89,6 +99,7 @@ class _Body:
     nodes: Sequence[Node]
     types: Types
     mesh: Mesh
+    limits: Limits = Limits()
 
     @cached_property
     def kept(self) -> tuple[str, ...]:
@@ -109,13 +120,13 @@ class _Body:
         ]
 
 
-def match(stage: Node, types: Types, mesh: Mesh) -> Match | str:
+def match(stage: Node, types: Types, mesh: Mesh, limits: Limits = Limits()) -> Match | str:
     """The cut of a stage's body, or why its kernel cannot serve."""
     body, fault = expanded(stage)
     if fault:
         return fault
     types = {**types, **{value.name: value.type for node in body for value in node.outputs}}
-    found = MATCHERS[stage.op](_Body(stage, body, types, mesh))
+    found = MATCHERS[stage.op](_Body(stage, body, types, mesh, limits))
     if isinstance(found, str):
         return found
     widths = {types[name].dtype for p in found.products for name in (p.left, p.right)}
@@ -237,7 +248,8 @@ def _early(
     nodes: Sequence[Node], roots: Sequence[str], body: _Body, views: Collection[str]
 ) -> list[Chain]:
     """One epilogue for two products that come together, else one for each."""
-    if len(roots) == 2 and body.shape(roots[0]) == body.shape(roots[1]):
+    shape, few = body.shape(roots[0]), body.limits.paired_rows
+    if len(roots) == 2 and shape == body.shape(roots[1]) and math.prod(shape[:-1]) <= few:
         joined = _chain(nodes, roots, body.kept, body.types, views)
         if joined is not None:
             return [joined]
@@ -291,7 +303,7 @@ def _matmul_reduce(body: _Body) -> Match | str:
     if isinstance(found, str):
         return found
     before, early, after = found
-    late, norm, rest = _after_sum(body, total, after)
+    late, norm, rest = _after_sum(body, total, after, body.limits.norms)
     return Match(
         body.stage.op,
         total,
@@ -306,11 +318,11 @@ def _matmul_reduce(body: _Body) -> Match | str:
 
 
 def _after_sum(
-    body: _Body, total: Node, nodes: Sequence[Node]
+    body: _Body, total: Node, nodes: Sequence[Node], normed: bool = True
 ) -> tuple[Chain, Norm | None, list[Node]]:
     """The epilogue of a sum, the RMSNorm of what it gives, and the nodes that are left."""
     search = NormSearch(nodes, body.kept, body.shape)
-    for end in range(len(nodes), -1, -1):
+    for end in range(len(nodes), -1, -1) if normed else ():
         needed = {*body.kept, *(name for node in nodes[end:] for name in node.uses)}
         late = _chain(nodes[:end], [total.out.name], needed, body.types)
         assert late is not None

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import iris
 from iris import P
 from iris.lower.choices import Choose
+from iris.lower.cost import ANY
 from iris.lower.kernels.config import GemmConfig
 from iris.lower.kernels.selector import selected_config
 from iris.spmd.mesh import AbstractMesh
@@ -110,8 +111,8 @@ def test_the_programs_that_communicate_are_part_of_the_plan():
     assert str(caught.value) == "communication is -1, a number of programs or 0"
 
 
-def match_of(graph):
-    choose = Choose("triton", None, {})
+def match_of(graph, profile=None):
+    choose = Choose("triton", profile, {})
     choose(graph)
     return next(iter(choose.choices.values())).match
 
@@ -134,6 +135,34 @@ def test_every_weight_has_an_epilogue_of_its_own():
         [],
     ]
     assert match.after == ()
+
+
+@pytest.mark.parametrize(("rows", "profile", "zipped"), [(64, ANY, 1), (65, ANY, 0), (65, None, 1)])
+def test_pairs_of_weights_share_tiles_of_few_rows_on_gpus(rows, profile, zipped):
+    def swiglu(x, gate, up):
+        g = iris.all_gather(x, "tp", dim=0, size=rows)
+        return F.silu(g @ gate) * (g @ up)
+
+    program = iris.spmd(mesh=MESH, in_specs=(ROWS, COLUMNS, COLUMNS), lowering="triton")(swiglu)
+    traced = program.trace(empty(-(-rows // 4), 8), empty(8, 4), empty(8, 4))
+    match = match_of(traced.lower().graph, profile)
+    assert match.zipped == bool(zipped)
+    left = [] if zipped else ["mul"]
+    assert [node.op.partition(".")[0] for node in match.after] == left
+
+
+@pytest.mark.parametrize("profile", [ANY, None])
+def test_the_norm_of_a_products_sum_is_torchs_on_gpus(profile):
+    def block(x, w, r, scale):
+        h = r + iris.all_reduce(x @ w, "tp")
+        return h, F.rms_norm(h, (8,), scale)
+
+    specs = (COLUMNS, ROWS, P(), P())
+    program = iris.spmd(mesh=MESH, in_specs=specs, lowering="triton")(block)
+    graph = program.trace(empty(4, 2), empty(2, 8), empty(4, 8), empty(8)).lower().graph
+    match = match_of(graph, profile)
+    assert [node.op.partition(".")[0] for node in match.late.nodes] == ["add"]
+    assert (match.norm is None) == bool(match.after) == (profile is ANY)
 
 
 def test_what_follows_a_scattered_sum_is_its_epilogue():

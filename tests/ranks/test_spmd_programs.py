@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import iris
 from iris import P
+from iris.lower import choices
 from iris.testing import assert_close, delay, shard, small_integers
 
 pytestmark = pytest.mark.ranks
@@ -392,3 +393,45 @@ def test_a_vector_meets_a_split_matrix(ranks, name):
             assert torch.equal(program(x, shard), 2 * (w @ x))
 
     ranks(2).run(run, name)
+
+
+def _as_on_gpus(rows):
+    """A feed-forward block, its stages cut as they are for GPUs."""
+    ctx = iris.iris(1 << 22)
+    rank, world, usual = ctx.cur_rank, ctx.num_ranks, choices.Limits
+    choices.Limits = lambda: choices.ON_GPUS
+
+    @iris.spmd(
+        in_specs=(P("tp"), P(None, "tp"), P(None, "tp"), P("tp"), P()),
+        out_specs=(P(), P()),
+        lowering="triton",
+    )
+    def block(x, gate, up, down, scale):
+        g = iris.all_gather(x, "tp", dim=0, size=rows)
+        h = g + iris.all_reduce((F.silu(g @ gate) * (g @ up)) @ down, "tp")
+        return h, F.rms_norm(h, (8,), scale)
+
+    try:
+        for seed in range(3):
+            made = torch.Generator().manual_seed(seed)
+            x, gate, up, down, scale = (
+                torch.randn(shape, generator=made)
+                for shape in ((rows, 8), (8, 6 * world), (8, 6 * world), (6 * world, 8), (8,))
+            )
+            mine = (
+                x.split(-(-rows // world))[rank],
+                *(w.chunk(world, 1)[rank] for w in (gate, up)),
+                down.chunk(world, 0)[rank],
+            )
+            delay(world - 1 if seed == 2 else -1)
+            h, normed = block(*mine, scale)
+            want = x + (F.silu(x @ gate) * (x @ up)) @ down
+            torch.testing.assert_close(h, want, atol=2e-4, rtol=1e-4)
+            torch.testing.assert_close(normed, F.rms_norm(want, (8,), scale), atol=2e-4, rtol=1e-4)
+    finally:
+        choices.Limits = usual
+
+
+@pytest.mark.parametrize("rows", [5, 67])
+def test_stages_cut_as_for_gpus(ranks, rows):
+    ranks(2).run(_as_on_gpus, rows)
