@@ -135,6 +135,8 @@ class Choose:
             return Choice(
                 "torch", "lowering is torch: one op after the other, over the shared heap"
             )
+        if agreed == "kernel":
+            return Choice("kernel", "not fused: shards differ, and some rank cannot or would not")
         limits = Limits() if self.profile is None else ON_GPUS
         found = match(node, graph.types, graph.mesh, limits)
         if isinstance(found, str):
@@ -145,7 +147,7 @@ class Choose:
         if not times and self.profile is not None:
             times = predict(found, graph.types, graph.mesh, self.profile)
         times = {way: time for way, time in times.items() if way in (*ways, "unfused")}
-        way, why = agreed, "agreed by ranks whose shards differ"
+        way, why = "unfused" if agreed == "norm" else agreed, "agreed by ranks whose shards differ"
         if not agreed:
             way, why = self._best(ways, times, text in self.measured)
         candidates = tuple(sorted(times.items(), key=lambda item: item[1]))

@@ -11,6 +11,7 @@ from iris.graph.ops import get_op
 from iris.graph.ops.groups import coordinates
 from iris.graph.ops.rules import axes_of
 from iris.graph.types import TensorType
+from iris.lower.choices import Choice
 from iris.runtime.context import current
 from iris.runtime.groups import Group
 from iris.spmd.mesh import ProgramMesh
@@ -98,21 +99,33 @@ def agreed(group: Group | None, what: str, make: Callable[[], T]) -> T:
 
 
 def agree_on_choices(program: "Program", group: Group | None) -> None:
-    """Where ranks, by shards that differ in size, chose differently, a stage runs unfused if one of
-    them chose that, which all can, and else as the first rank chose.
+    """Where ranks, by shards that differ in size, chose differently, a collective is a kernel of
+    its own if one of them does not fuse it, and else runs as the first rank chose.
     """
     if group is None or group.size == 1:
         return
     parts = program.parts or (program,)
-    mine = [[choice.algorithm for choice in part.choices.values()] for part in parts]
+    mine = [[_way(choice) for choice in part.choices.values()] for part in parts]
     found: Any = group.exchange_object(f"choices of {program.options.name}", mine)
     if all(other == mine for other in found):
         return
     if any([*map(len, other)] != [*map(len, mine)] for other in found):
         return  # they traced different programs, and will be told so
     for part, chosen in zip(parts, zip(*found, strict=True), strict=True):
-        ways = zip(*chosen, strict=True)
-        part.choose_again(["unfused" if "unfused" in way else way[0] for way in ways])
+        ways = map(set, zip(*chosen, strict=True))
+        again = [
+            first if len(way) == 1 or way.isdisjoint(ALONE) else "kernel"
+            for first, way in zip(chosen[0], ways, strict=True)
+        ]
+        part.choose_again(again)
+
+
+ALONE = ("kernel", "unfused", "norm")
+
+
+def _way(choice: Choice) -> str:
+    """The algorithm; "norm" where the sum alone is in a kernel with the norm of it."""
+    return "norm" if choice.algorithm == "unfused" and choice.match else choice.algorithm
 
 
 def agree_on_graph(program: "Program", group: Group | None) -> None:

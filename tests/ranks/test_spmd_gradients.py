@@ -215,6 +215,28 @@ def test_sizes_that_some_ranks_cannot_tell_apart(ranks):
     ranks(3).run(_sizes_that_two_ranks_cannot_tell)
 
 
+def _fused_on_some_ranks():
+    """A backward whose views and products of one row are others than those of none."""
+    ctx = iris.iris(1 << 22)
+
+    @iris.spmd(in_specs=(P("tp"), P()), out_specs=P("tp"), lowering="triton")
+    def program(x, w):
+        mean = iris.all_gather(x, "tp").mean(1, keepdim=True)
+        return iris.reduce_scatter(mean, "tp", dim=1, op="avg").t() @ w
+
+    for seed in range(3):
+        x, w = (leaf(small_integers(s, 0, seed)) for s in ((5, 4), (5, 3)))
+        (x.mean(1, keepdim=True).t() @ w).square().sum().backward()
+        mine = leaf(shard(x, 0, ctx.cur_rank, ctx.num_ranks)), leaf(w)
+        program(*mine).square().sum().backward()
+        due = shard(x.grad, 0, ctx.cur_rank, ctx.num_ranks), w.grad
+        torch.testing.assert_close(tuple(part.grad for part in mine), due)
+
+
+def test_a_backward_that_some_ranks_would_not_fuse(ranks):
+    ranks(3).run(_fused_on_some_ranks)
+
+
 COUNTS = {
     "full": lambda x: torch.full((), x.shape[0], dtype=x.dtype),
     "literal": lambda x: torch.tensor(float(x.shape[0])),
