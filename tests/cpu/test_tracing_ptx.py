@@ -25,7 +25,7 @@ from iris.lower.kernels.exchange import exchange_kernel
 from iris.lower.kernels.gemm import identity
 from iris.lower.kernels.matmul_reduce_scatter import matmul_reduce_scatter_kernel
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
 H200 = GPUTarget("cuda", 90, 32)
 MI300 = GPUTarget("hip", "gfx942", 64)

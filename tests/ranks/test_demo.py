@@ -41,6 +41,7 @@ def test_ranks_agree_with_one(ranks: int, tokens: int, capsys: pytest.CaptureFix
     assert f"{-(-tokens // ranks)}x576" in shown
 
 
+@pytest.mark.slow
 def test_triton_lowering(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--ranks", "2", "--tokens", "4", "--lowering", "triton", *QUIET]
     code = demo.main(options)

@@ -272,6 +272,7 @@ def _children(pid):
     return found
 
 
+@pytest.mark.slow
 def test_jobs_run_side_by_side_and_each_ends_alone():
     # pytorch/pytorch#126510, ROCm/ATOM#1511
     before = _leftovers()
@@ -374,6 +375,7 @@ def test_a_plain_script_is_a_world_of_one(script):
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 
+@pytest.mark.slow
 def test_torchrun_may_start_ranks_again(script):
     options = ("--nproc-per-node=2", "--max-restarts=1")
     out = _finish(_python(None, *TORCHRUN, *options, script, "fail once"))
