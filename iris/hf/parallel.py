@@ -76,7 +76,7 @@ def parallelize(
     _check(model)
     _check_plan(model, plan)
     _check_parts(model, weights)
-    from iris.hf import decoder, saving
+    from iris.hf import decoder
 
     kinds = decoder.Kinds.find(model)
     ranks = tuple(range(current().num_ranks))
@@ -87,6 +87,16 @@ def parallelize(
         mesh = mesh[axis] if axis in (mesh.mesh_dim_names or ()) else mesh
     with torch.no_grad():
         _Cutter(model, axis, mesh, weights).run()
+    _take_over(model, kinds, mesh, axis, ranks)
+    return model
+
+
+def _take_over(
+    model: nn.Module, kinds: Any, mesh: DeviceMesh | None, axis: str, ranks: tuple[int, ...]
+) -> None:
+    """Give a model whose weights are cut the methods that go with them."""
+    from iris.hf import decoder, saving
+
     body: Any = model.get_submodule("model")
     for layer in body.layers:
         layer.forward = partial(decoder.layer_forward, layer)
@@ -101,7 +111,6 @@ def parallelize(
     own["save_pretrained"] = partial(saving.save_pretrained, model, ranks=ranks)
     own["supports_gradient_checkpointing"] = False
     vars(model).update(own)
-    return model
 
 
 def _check(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ from iris.errors import ConfigError
 from iris.graph.nodes import Graph, Node
 from iris.graph.ops import COLLECTIVES
 from iris.lower.cost import Profile, predict
+from iris.lower.kernels.schedule import FEW_ROWS
 from iris.lower.stages import Limits, Match, match, match_norm
 from iris.lower.tuned import Times, text_of
 
@@ -17,12 +18,11 @@ if TYPE_CHECKING:
 MARGIN = (
     0.9  # unfused must be predicted this much faster: the model is coarse, and fused is the rule
 )
-# On an H200, in a layer of Llama 3 8B on four ranks: of 2048 rows, two weights that share tiles
-# took about 1300 us, where one alone takes 430; and a sum and its norm in one kernel took longer
-# than the sum alone and torch's norm, at 1 and at 64 rows.
-ON_GPUS = Limits(paired_rows=64, norms=False)
+# From profiles of a layer of Llama 3 8B, four ranks on an H200: of 2048 rows, two weights that
+# share tiles took about 1300 us, where one alone takes 430; of 64 rows, a sum and its norm in one
+# kernel took far longer than a sum alone. How the layer does without them is not measured yet.
+ON_GPUS = Limits(paired_rows=FEW_ROWS, norms=False)
 ALGORITHMS = ("fused", "one-shot", "two-shot", "copy engine", "unfused")
-ONE_SHOT_ROWS = 64  # all-reduces of more rows go in two steps where nothing is predicted
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Choose:
         if found.stage != "matmul_all_reduce":
             return ("fused",)
         rows = graph.types[found.products[0].left].local_shape(graph.mesh, graph.mesh.origin)[0]
-        return ("one-shot", "two-shot") if rows <= ONE_SHOT_ROWS else ("two-shot", "one-shot")
+        return ("one-shot", "two-shot") if rows <= FEW_ROWS else ("two-shot", "one-shot")
 
     def _best(
         self, ways: tuple[str, ...], times: Mapping[str, float], measured: bool

@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 from iris.graph.ops.rules import axes_of, group_size
 from iris.graph.types import DTYPES, Mesh, TensorType
-from iris.lower.kernels.schedule import last_wave
+from iris.lower.kernels.schedule import FEW_ROWS, last_wave
 from iris.lower.stages import Match
 
 # Until a product of the library has its first operands: what it takes on an H200 over its bytes.
 START = 2.5e-6
 # As `default_config` has them.
-TILE, FEW_TILE, FEW_ROWS = (128, 256), (64, 128), 64
+TILE, FEW_TILE = (128, 256), (64, 128)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ with a GPU each: within one GPU, copies do take SMs.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from iris.device import copy_engine, tracing
 from iris.device.target import device_function, fence_bulk
-from iris.lower.kernels.config import FEW_ROWS, GemmConfig, Tiling, settled
+from iris.lower.kernels.config import GemmConfig, Tiling, settled
 from iris.lower.kernels.gemm import finish_piece, identity, nothing, run_segments
 from iris.lower.kernels.host import (
     TMA_K,
@@ -50,6 +51,7 @@ from iris.lower.kernels.protocol import (
     ticket,
     wait_members,
 )
+from iris.lower.kernels.schedule import FEW_ROWS
 from iris.lower.kernels.workspace import Workspace, round_up
 
 
@@ -318,6 +320,11 @@ class AllGatherMatmul(Stage):
         epilogues = epilogue if isinstance(epilogue, list) else [epilogue] * len(tiled)
         return cls(ctx, group, (M, K), tiled, dtype, T, config, epilogues)
 
+    @cached_property
+    def staged(self) -> Tensor:
+        """This rank's staging, both halves, without the ends of rows."""
+        return self.workspace.local.view(self.dtype).view(-1, self.ld)[:, : self.K]
+
     def arguments(
         self,
         x: Tensor,
@@ -349,10 +356,7 @@ class AllGatherMatmul(Stage):
                 slots += [None, 0, 0, 0]
             slots += [target(out[i], T), *out[i].stride()] if i < len(out) else [None, 0, 0]
         work, share = self.workspace, self.share
-        a = None
-        if a_mode:
-            staged = work.local.view(self.dtype).view(-1, self.ld)
-            a = operand(staged[:, : self.K], a_mode, T.block_m, T.block_k)
+        a = operand(self.staged, a_mode, T.block_m, T.block_k) if a_mode else None
         return [
             x, *x.stride(), *x.shape, work.staging, work.flags, work.state, *work.watch,
             self.queues, self.group.index, self.M, self.K, self.ld, self.shard, a, gathered,

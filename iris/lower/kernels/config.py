@@ -7,6 +7,7 @@ import torch
 import triton.language as tl
 
 from iris.errors import ConfigError
+from iris.lower.kernels.schedule import FEW_ROWS
 
 TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -18,8 +19,6 @@ TRITON_DTYPES = {
     torch.int32: tl.int32,
 }
 
-
-FEW_ROWS = 64  # of a product: tiles are narrow, and launches short
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 

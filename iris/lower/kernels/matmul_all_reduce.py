@@ -20,6 +20,7 @@ from iris.lower.kernels.gemm import nothing, run_segments
 from iris.lower.kernels.host import part_tiling, tiles_of
 from iris.lower.kernels.product import LOOSE, Layout, Problem, ProductStage
 from iris.lower.kernels.protocol import enter, leave, peer, publish, team
+from iris.lower.kernels.schedule import FEW_ROWS
 from iris.lower.kernels.sums import (
     announce_to_all,
     announce_to_owners,
@@ -144,7 +145,6 @@ class MatmulAllReduce(ProductStage):
         o_proj(h, w, out=y)
     """
 
-    ONE_SHOT_ROWS = 64
     NORMS: ClassVar = {None: 0, "plain": 1, "weighted": 2}
     name = "matmul_all_reduce"
     kernel = matmul_all_reduce_kernel
@@ -154,7 +154,7 @@ class MatmulAllReduce(ProductStage):
         cls, problem: Problem, one_shot: bool | None = None, norm: str | None = None
     ) -> Layout:
         M, N, shard, W = problem.M, problem.N, problem.shard, problem.group.size
-        one_shot = M <= cls.ONE_SHOT_ROWS if one_shot is None else one_shot
+        one_shot = M <= FEW_ROWS if one_shot is None else one_shot
         T, run = part_tiling(problem, M if one_shot else shard)
         T = T.with_modes(
             one_shot=one_shot,

@@ -6,7 +6,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from iris.lower.kernels.config import FEW_ROWS, GemmConfig, Tiling, settled
+from iris.lower.kernels.config import GemmConfig, Tiling, settled
 from iris.lower.kernels.gemm import identity
 from iris.lower.kernels.host import (
     GroupLike,
@@ -17,6 +17,7 @@ from iris.lower.kernels.host import (
     rows_of,
     shard_rows,
 )
+from iris.lower.kernels.schedule import FEW_ROWS
 from iris.lower.kernels.workspace import Workspace, round_up
 
 # Numbers that kernels of products are not compiled anew for.

@@ -4,11 +4,11 @@ NOTE [Epochs]
 A stage counts its launches: the epoch lives on the device (``state``), so a replayed CUDA graph
 goes on counting. The last program of a launch advances it. A flag is one int32 word that one rank
 writes and that only grows: "done in epoch e" is ``e + 1``, compared as a difference, so that it may
-wrap. Staging has two halves, used in turn. A rank at epoch e + 2 cannot
-overwrite what a peer still reads at e: it has passed its waits of e + 1, so every peer has started
-e + 1, so has finished e. So every rank publishes in every launch, be its shard empty, and every
-launch waits for every member (``meet`` where its work does not). Stages of a program take turns in
-one staging: NOTE [Turns] in `workspace`.
+wrap. Staging has two halves, used in turn. A rank at epoch e + 2 cannot overwrite what a peer still
+reads at e: it has passed its waits of e + 1, so every peer has started e + 1, so has finished e. So
+every rank publishes in every launch, be its shard empty, and every launch waits for every member
+(``meet`` where its work does not). Stages of a program take turns in one staging: NOTE [Turns] in
+`workspace`.
 
 NOTE [Progress]
 Nothing waits for a program that has not started; grids are now and then not wholly resident, with

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+FEW_ROWS = 64  # of a product: tiles are narrow, launches short, and sums are made in one step
+
 # What a cut costs, in steps of the loop: storing a part and meeting, and adding each of the parts.
 CUT_COST = 12
 PART_COST = 0.5
